@@ -382,7 +382,10 @@ class AdafactorUpdater(Updater):
                 self._part(index).adopt(own, self._flavour)
 
     def moved(self, sub_group: SubGroup) -> None:
-        self.state_replaced()
+        state: Mapping[str, Any] = self.optimizer.state.get(sub_group.tensors[0].parameter, {})
+        for index, own in state.get(OF_WHOLE_TENSORS, {}).items():
+            del self._parts[index]
+            self._part(index).adopt(own, self._flavour)
         self._show()
 
     def whole_states(self) -> WholeStates:

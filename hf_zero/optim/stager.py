@@ -289,14 +289,13 @@ class OffloadStager(StateStager):
 
     def move(self, sub_group: SubGroup, placement: Placement) -> None:
         stored, memory = _stored(sub_group), placement.work
-        group, states = self._optimizer.param_groups[sub_group.group], self._optimizer.state
-        lp_param = placement.weights(stored.weights)
+        states, lp_param = self._optimizer.state, placement.weights(stored.weights)
         with self.opened(sub_group):
             master = lp_param
             if placement.keeps_masters(lp_param, stored.master.dtype):
                 master = placement.masters.keep(f"master weights of {sub_group}", lp_param.numel, stored.master.dtype)
                 master.take().copy_(sub_group.master)
-            moved = [moved_to(memory, states.get(tensor.parameter, {}), group) for tensor in sub_group.tensors]
+            moved = [moved_to(memory, states.get(tensor.parameter, {})) for tensor in sub_group.tensors]
         _flush(sub_group)
         for vector in stored.kept if stored.lp_param is not None else stored.vectors.values():
             vector.free()
@@ -399,12 +398,12 @@ class OffloadStager(StateStager):
                 self._shown.setdefault(sub_group, {})[position, name] = state[name]
 
 
-def moved_to(memory: Memory, state: Any, group: Mapping[str, Any]) -> Any:
-    """A copy of an optimizer's state for a param group, with its tensors in `memory`. Counts of updates stay on the
-    host, as torch's own steps have them unless an option asks for them on the device."""
+def moved_to(memory: Memory, state: Any) -> Any:
+    """A copy of an optimizer's state with its tensors in `memory`, except single values, such as counts of updates,
+    which the host reads."""
     if isinstance(state, Mapping):
-        return {key: moved_to(memory, value, group) for key, value in state.items()}
-    if not isinstance(state, Tensor) or not (state.dim() or group.get("capturable") or group.get("fused")):
+        return {key: moved_to(memory, value) for key, value in state.items()}
+    if not isinstance(state, Tensor) or not state.dim():
         return state
     return empty_in(memory, state.numel(), state.dtype).view(state.shape).copy_(state)
 

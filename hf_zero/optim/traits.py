@@ -186,12 +186,13 @@ class WholeTensorUpdater(OwnStepUpdater):
             self._kept[parameter].data = self._absent(parameter, sub_group.master)
 
     def moved(self, sub_group: SubGroup) -> None:
-        memory, group = runtime_of(sub_group.master.device).own, self.optimizer.param_groups[sub_group.group]
+        memory = runtime_of(sub_group.master.device).own
         for parameter in filter(self._kept.__contains__, self._members(sub_group)):
             kept = self._kept[parameter]
             kept.data = self._absent(parameter, sub_group.master)
-            if kept in self.optimizer.state:
-                self.optimizer.state[kept].update(moved_to(memory, self.optimizer.state[kept], group))
+            state = self.optimizer.state.get(kept, {})
+            state.update(moved_to(memory, state))
+            self._move_counts(state, sub_group)
 
     def _absent(self, parameter: int, master: Tensor) -> Tensor:
         """Placeholder of a kept parameter between steps: NaN in its shape, without memory, on the device of its

@@ -222,6 +222,17 @@ class Updater(ABC):
 class OwnStepUpdater(Updater):
     """Calls the optimizer's own `step` on each batch of sub-groups."""
 
+    def moved(self, sub_group: SubGroup) -> None:
+        for tensor in sub_group.tensors:
+            self._move_counts(self.optimizer.state.get(tensor.parameter, {}), sub_group)
+
+    def _move_counts(self, state: dict[str, Any], sub_group: SubGroup) -> None:
+        """Move single values to the device of the sub-group's master, where some of torch's steps expect them."""
+        group = self.optimizer.param_groups[sub_group.group]
+        if group.get("fused") or group.get("capturable"):
+            single = {name: value for name, value in state.items() if isinstance(value, Tensor) and not value.dim()}
+            state.update((name, value.to(sub_group.master.device)) for name, value in single.items())
+
     @abstractmethod
     def whole(self) -> Mapping[int, nn.Parameter]:
         """The optimizer's tensors that are parameters in their own shape, by index in the layout."""

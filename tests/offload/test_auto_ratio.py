@@ -22,6 +22,7 @@ from hf_zero.offload.update_speed import UpdateSpeed
 from hf_zero.optim.adam8 import AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.muon import Muon
+from hf_zero.optim.stager import moved_to
 from hf_zero.profiling import out_of_memory
 from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, weights_of
 from tests.offload.test_deferred_updates import eventful
@@ -210,12 +211,22 @@ FEW = ("8-bit", "Adafactor", "client of whole tensors")
 )
 def test_every_optimizer_goes_on_with_its_states(names: Sequence[str]) -> None:
     cases = []
-    for (kind, options, sections), stage in itertools.product([OPTIMIZERS[name] for name in names], (2, 3)):
-        room = 1500 if kind is AdamW8bit else 3000
+    for (kind, options, sections), stage in itertools.product([OPTIMIZERS[name] for name in names], (0, 2, 3)):
+        room = (1500 if kind is AdamW8bit else 3000) * (1 if stage else 2)
         run = Run(stage, {"offload_optimizer": AUTO}, optimizer=(kind, options), sections=sections)
         cases.append((2, run, [room, room]))
     for everyone in run_each(compared, 2, cases):
         check(everyone)
+
+
+def test_single_values_stay_where_the_host_reads_them() -> None:
+    """A count of updates on the device would make every update wait for it."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "whole": {2: {"step": 3, "row": torch.ones(2)}}}
+    moved = moved_to(SizedArena().own, state)
+    assert moved["step"] is state["step"] and moved["whole"][2]["step"] == 3
+    for ours, theirs in ((moved, state), (moved["whole"][2], state["whole"][2])):  # type: ignore[index]
+        (name,) = {"exp_avg", "row"} & ours.keys()
+        assert torch.equal(ours[name], theirs[name]) and ours[name].data_ptr() != theirs[name].data_ptr()
 
 
 @pytest.fixture
