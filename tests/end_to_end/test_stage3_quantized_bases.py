@@ -97,7 +97,7 @@ def test_loaded_weights_are_in_shards_and_keep_their_bits(
     files ahead, which on a GPU would bring all weights there before the first one is in shards."""
     save(tmp_path, config())
     if offload:
-        offload["offload_param"]["nvme_path"] = str(tmp_path / "drive")
+        offload = {"offload_param": {**offload["offload_param"], "nvme_path": str(tmp_path)}}
     expected = load(tmp_path, ON_THE_WAY, storage)
     for in_shards, values, scales in run_ranks(run_load, WORLD, str(tmp_path), form, storage, offload, init=False):
         assert all(in_shards.values()), in_shards

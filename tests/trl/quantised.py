@@ -129,7 +129,7 @@ def train(rank: int, base: str, adapter: str, stage: int | None, folder: str) ->
             # Evaluation without an engine repacks weights, and training continues with wrong gradients.
             module.support_avx512bf16_for_cpu = False
     before = _quantised(model)
-    rows = _rows()
+    rows = rows_to_train()
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()
     trainer.save_model()
@@ -164,7 +164,7 @@ def _config(stage: int) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": zero}
 
 
-def _rows() -> list[dict[str, Tensor]]:
+def rows_to_train() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 96, (12,), generator=generator) for _ in range(GLOBAL_BATCH * STEPS)]
     return [{"input_ids": row, "labels": row} for row in rows]

@@ -17,7 +17,7 @@ from tests.end_to_end.stage3 import arguments, auto_config
 from tests.support.memory import most_allocated, profiled_memory
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
-from tests.trl.quantised import BASES, CASES, STAGES, WRAPPED, cell, rows_of_page, write_model
+from tests.trl.quantised import BASES, CASES, STAGES, WRAPPED, cell, rows_of_page, rows_to_train, write_model
 
 
 @requires(modules=("bitsandbytes", "peft"))
@@ -36,11 +36,11 @@ def test_the_page_promises_no_more_than_its_table() -> None:
         assert cells[3] == "refused" if base in WRAPPED else cells[3].startswith("same")
 
 
-def _load(folder: str, base: str, form: str) -> Any:
+def _load(folder: str, base: str, form: str, dtype: str = "float32") -> Any:
     from transformers import AutoModelForCausalLM
 
     own = {"quantization_config": BASES[base]()} if form == "model" else {}
-    return AutoModelForCausalLM.from_pretrained(f"{folder}/{form}", dtype="float32", **own)
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/{form}", dtype=dtype, **own)
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
@@ -102,3 +102,44 @@ def test_a_rank_allocates_its_share_of_the_base_and_one_weight(tmp_path: Path) -
     for most, size, scales, largest in run_ranks(_run_allocations, 2, str(tmp_path), "bitsandbytes nf4", init=False):
         allowed = size / 2 + scales + 4 * largest
         assert size / 2 <= most - mapped <= allowed < size + scales, (most - mapped, size, scales, largest)
+
+
+def _run_merge(rank: int, folder: str, base: str, is_loaded_whole: bool) -> Any:
+    """A script that prepares the base, trains, and merges the adapter into it."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import Trainer, modeling_utils
+
+    from hf_zero.api.gathered_parameters import GatheredParameters
+    from hf_zero.integration.patches import MARK
+    from hf_zero.params.store import of
+
+    if is_loaded_whole:  # and sharded by initialize()
+        name = "convert_and_load_state_dict_in_model"
+        setattr(modeling_utils, name, getattr(getattr(modeling_utils, name), MARK))
+    config = auto_config(stage3_gather_16bit_weights_on_model_save=True)
+    training = arguments(f"{folder}/out", config, bf16=True, learning_rate=1e-2)
+    model = _load(folder, base, "model", "bfloat16")
+    assert any(map(of, model.parameters())) != is_loaded_whole
+    model = prepare_model_for_kbit_training(model)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    trainer = Trainer(model, training, train_dataset=rows_to_train())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    merged = trainer.model.merge_and_unload()
+    with GatheredParameters(list(merged.parameters())):
+        return losses, {**(saved or {}), **{f"merged {n}": p.detach().clone() for n, p in merged.named_parameters()}}
+
+
+@requires(modules=("bitsandbytes", "peft"))
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["bitsandbytes nf4, scales quantized too", "bitsandbytes fp4"])
+def test_training_and_merging_do_not_depend_on_how_a_base_was_loaded(base: str, tmp_path: Path) -> None:
+    """Bit for bit: losses, the state dict, and the merged model."""
+    write_model(tmp_path)
+    ours, theirs = (run_ranks(_run_merge, 2, str(tmp_path), base, whole, init=False)[0] for whole in (False, True))
+    assert ours[0] == theirs[0] and ours[1].keys() == theirs[1].keys() and len(ours[0]) == 3
+    for name, value in theirs[1].items():
+        ours_in_bytes, in_bytes = (each.contiguous().reshape(-1).view(torch.uint8) for each in (ours[1][name], value))
+        assert torch.equal(ours_in_bytes, in_bytes), name

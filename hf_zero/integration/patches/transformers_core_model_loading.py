@@ -27,7 +27,7 @@ _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
     without=_WITHOUT,
     until=_UNTIL,
     older=("model, state_dict, load_config, tp_plan, disk_offload_index",),
-    since="transformers 5.17",
+    since="transformers 5.17 or earlier",
     importers=("transformers.modeling_layers", "transformers.modeling_utils"),
 )
 def around_convert_and_load(
@@ -73,7 +73,7 @@ def _without_threads() -> Iterator[None]:
     without=_WITHOUT,
     until=_UNTIL,
     older=("model, target_name, param_value, loading_info, distributed_operation, hf_quantizer",),
-    since="transformers 5.17",
+    since="transformers 5.17 or earlier",
 )
 def around_set_param(original: Function, model: Any, target_name: str, *rest: Any, **named: Any) -> None:
     """Shard what has just been loaded: plain parameters, and weights with their scales beside them. Other kinds of
