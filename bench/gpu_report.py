@@ -32,7 +32,7 @@ def kept(folder: Path = RESULTS) -> dict[str, Any]:
 
 def training(run: dict[str, Any]) -> Iterator[str]:
     """Whole steps; ratios are relative to hf_zero at stage 3 in the same session."""
-    yield "| session | way | s per step | of hf_zero's stage 3 | tokens/s | GPU computes | peak, GB |"
+    yield "| session | engine, stage | s per step | relative to hf_zero 3 | tokens/s | GPU busy | peak, GB |"
     yield "|" + " --- |" * 7
     for number, session in enumerate(run["sessions"], 1):
         rows = [row for row in session.get("train", []) if "s_per_step" in row]
@@ -86,7 +86,8 @@ def parity(run: dict[str, Any]) -> list[str]:
         "  GPU in last bits.",
         f"- **Ranks that share the GPU**, {shared['ranks']} of them over gloo: {len(shared['rows'])} engines (stages 0",
         f"  to 3, offload) differ from one rank of plain PyTorch by {apart:.1e} at most.",
-        f"- **The host waits** in {alarmed} of {len(waits)} engines, says torch's alarm.",
+        f"- **The host waits** for the GPU within a step in {alarmed} of {len(waits)} engines, by torch's sync debug",
+        "  mode.",
     ]
 
 
@@ -127,7 +128,7 @@ def programme(folder: Path = RESULTS) -> Iterator[str]:
 
 def section(run: dict[str, Any]) -> str:
     checks = next(session["suite"] for session in run["sessions"] if "suite" in session)
-    notes = [f"{number}: {session['note']}" for number, session in enumerate(run["sessions"], 1)]
+    notes = [f"{number}, {session['note']}" for number, session in enumerate(run["sessions"], 1)]
     result = f"../bench/results/{run['date']}-{run['name']}.md"
     model = _MODEL.format(device=run["device"], result=result, notes="; ".join(notes))
     return "\n".join(
@@ -145,8 +146,8 @@ _MODEL = """\
 
 {device}, 16 cores and 128 GiB of its host ([everything that was measured]({result})). A Llama of 1.54 billion
 parameters (`bench/gpu_train.py`), bf16, AdamW, clipping, recomputation, 8 x 2,048 tokens; "compute alone" is forward
-and backward of bf16 weights that nothing updates. One GPU shares nothing, so this is what each way costs by itself, not
-how it scales. Sessions: {notes}.
+and backward of bf16 weights that nothing updates. One GPU splits nothing, so this is what each engine costs by itself,
+not how it scales. "GPU busy" is the share of the time in which kernels run. Sessions: {notes}.
 """
 _READING = """\
 Peaks are those of tensors. In session 1 gradients kept their memory between steps (3 GB here); since then a device has
@@ -163,12 +164,12 @@ All checks against fp64 passed ({failed} failed), under compute-sanitizer too, w
 _PREDICTIONS = """\
 ### What `plan` says
 
-transformers' own models in eager mode, SDPA attention, predicted before they were measured. The sizes came true. The
-times were too short: `plan` counted matrix products alone, and a whole server's memory bandwidth for one GPU. What it
-says since then is in the last column, with these runs in sight. It does not count that a small mixture of experts waits
-for the host to start its kernels. (The streamed run came before its masters were updated chunk by chunk.) What the
-allocator takes from the driver beyond tensors is cached blocks, which it gives up before it runs out of memory, and
-CUDA's own.
+transformers' own models in eager mode, SDPA attention, predicted before they were measured. The sizes were right. The
+times were too short: `plan` counted matrix products alone, and a whole server's memory bandwidth for one GPU. The
+last column has its prediction after that was corrected, knowing these runs. It does not count that a small mixture of
+experts waits for the host to start its kernels. (The streamed run came before its masters were updated chunk by
+chunk.) What the allocator takes from the driver beyond tensors is cached blocks, which it gives up before it runs out
+of memory, and CUDA's own.
 """
 
 

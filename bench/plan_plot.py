@@ -31,6 +31,18 @@ def example() -> RankedPlans:
     return plan(load_model("70b"), machine, Training(searches=True))
 
 
+def described(found: RankedPlans) -> str:
+    """The names and sizes in the picture, stored in the file, so that a test notices a picture of an older plan."""
+    rows = [f"{each.candidate.name}, {batch_of(each)}: {gigabytes(each.memory.device_total)}" for each in found.rows]
+    return "; ".join(rows)
+
+
+def _wrapped(name: str) -> str:
+    """Lines of a name, broken at commas only: not within "1 x 1"."""
+    parts = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in name.split(", ")]
+    return textwrap.fill(", ".join(parts), _WIDTH, break_long_words=False)
+
+
 def draw(found: RankedPlans, target: Path) -> None:
     import matplotlib
 
@@ -53,7 +65,7 @@ def draw(found: RankedPlans, target: Path) -> None:
         if is_chosen:
             axes.axhspan(place - 0.5, place + 0.5, color="#e7f5ee", zorder=0)
     axes.axvline(limit, color="#b00020")
-    names = [textwrap.fill(f"{each.candidate.name}, {batch_of(each)}", _WIDTH) for each in rows]
+    names = [_wrapped(f"{each.candidate.name}, {batch_of(each)}") for each in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     for label, each in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color("black" if each.fits else "#6b6b6b")
@@ -68,7 +80,7 @@ def draw(found: RankedPlans, target: Path) -> None:
     titles = [*KINDS, f"limit: {gigabytes(found.hardware.limit)}"]
     figure.legend(handles, titles, ncols=len(titles), loc="upper center", frameon=False, columnspacing=1.2)
     figure.tight_layout(rect=(0, 0, 0.93, 0.96))
-    figure.savefig(target, dpi=100, metadata={"Software": None})
+    figure.savefig(target, dpi=100, metadata={"Software": None, "Description": described(found)})
 
 
 if __name__ == "__main__":

@@ -167,11 +167,11 @@ def change_table() -> Iterator[str]:
     said = ", ".join(f"{name} {mean[name]:.2f}" for name in names)
     most = max((name for name in names if name not in (MORE_TOKENS, "both")), key=lambda name: mean[name])
     yield ""
-    yield f"Geometric means: {said}. Of the single changes, **{most}** would pay most."
+    yield f"Geometric means: {said}. Of the single changes, **{most}** would gain most."
 
 
 def bound_table() -> Iterator[str]:
-    yield "| bound by | machine | model | stage | tokens | over the slowest lane |"
+    yield "| bound by | machine | model | stage | tokens | step / bound |"
     yield "|" + " --- |" * 6
     for machine, shape, setup in BOUNDS:
         step = simulate(machine, shape, setup)
@@ -180,19 +180,21 @@ def bound_table() -> Iterator[str]:
 
 
 _HEAD = """\
-A step as an event model has it (`hf_zero/planning/event_model.py`): every lane's own work in milliseconds, the slowest
-of which is the floor, and what our schedule of streams reaches, as a multiple of it. Recomputation is on, TFLOP/s count
-6 FLOPs per parameter and token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies
-and dense training reach, not data sheets. Nothing in these tables is measured.
+A step in a simulation (`hf_zero/planning/event_model.py`). Computation, collectives, copies to the device ("in"),
+copies to the host ("out") and the host's own work each have a column with their milliseconds; they can run at the
+same time, so a step takes at least as long as the longest of them ("bound by"). "step" is what hf_zero's order of
+them takes, in brackets as a multiple of that bound. Recomputation is on, TFLOP/s count 6 FLOPs per parameter and
+token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies and dense training
+reach, not data sheets. Nothing in these tables is measured.
 """
 _AT_BOUNDS = """\
 ### At each bound
 
-One case for each lane that can be the slowest. The third trains one parameter in a hundred, the fourth does not clip:
-everything else is hidden behind the slowest lane.
+One case for each column that can be the longest. The third trains one parameter in a hundred, the fourth does not clip.
+Everything else runs beside the longest.
 """
 _NEXT = """\
-### What would pay next
+### What other designs would gain
 
 Tokens per second after one change of design, over those of today's schedule with clipping, where the host's updates
 begin when the norm is known:

@@ -25,9 +25,8 @@ PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """# API reference
 
-Written by `python docs/api.py` from the docstrings; do not edit. Under Trainer and Accelerate you call none of this:
-they do. Names below `deepspeed` are hf_zero's under DeepSpeed's names, after `import deepspeed`; whatever else of
-DeepSpeed exists is listed in [DeepSpeed's names](deepspeed_names.md).
+Under Trainer and Accelerate you call none of this: they do. Names below `deepspeed` are hf_zero's under DeepSpeed's
+names, after `import deepspeed`; whatever else of DeepSpeed exists is listed in [DeepSpeed's names](deepspeed_names.md).
 
 **Collective** means: every rank must make the call, in the same order, or the ranks wait for each other. *Rank* is one
 process of a launch, with one device. A *master* is the fp32 copy of a weight that the optimizer updates. An *update* is

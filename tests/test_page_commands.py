@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero
-from bench import readme_figure
+from bench import plan_plot, readme_figure
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError
 from hf_zero.launch import LaunchError
 from hf_zero.launch.command_line import parse as parse_launch
+from hf_zero.planning.show import batch_of
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.requirements import requires
@@ -263,3 +264,12 @@ def test_the_figures_of_the_readme_are_those_of_its_result() -> None:
         text = page.read_text(encoding="utf-8")
         assert readme_figure.with_table(text) == text
         assert readme_figure.RESULT.with_suffix(".md").relative_to(ROOT).as_posix() in text
+
+
+def test_the_picture_of_a_plan_is_of_this_plan() -> None:
+    """README's picture showed 12 samples as the best batch and 74.6 GB, when `plan` had long said 8, and 55.9 GB."""
+    found = plan_plot.example()
+    rows = plan_plot.described(found)
+    assert f"\0{rows}".encode() in plan_plot.FILE.read_bytes(), "python -m bench.plan_plot draws it again"
+    assert found.chosen is not None
+    assert f"`{batch_of(found.chosen)}`" in (ROOT / "README.md").read_text(encoding="utf-8")
