@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -104,10 +106,10 @@ def flags(values: dict[str, int]) -> list[str]:
 
 
 def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
-    """The command that a user would type; only `--deepspeed` relates to ZeRO."""
+    """The command that a user would type, on a free port; in the script's flags only `--deepspeed` relates to ZeRO."""
     per_process = max(1, SEQUENCES_PER_STEP // machine.num_processes)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(machine.num_processes), str(SCRIPT)]
+    command = [sys.executable, "-m", "hf_zero", "launch", "--num_gpus", str(machine.num_processes)]
+    command += ["--master_port", str(free_port()), str(SCRIPT)]
     command += ["--deepspeed", str(CONFIGS[machine.precision]), *(["--use_cpu"] if machine.device == "cpu" else [])]
     command += ["--bf16"] if machine.precision == "bf16" else []
     command += ["--do_train", "--do_eval", "--output_dir", str(output), "--max_steps", str(steps)]
@@ -127,6 +129,13 @@ def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
     return [*command, "--save_strategy", "no", "--report_to", "none"]
 
 
+def free_port() -> int:
+    """A port that no other job on this machine uses, such as another demo."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
+
+
 def quiet_environment(machine: Machine) -> dict[str, str]:
     """No network access, no thread warnings, one progress bar; variables that the user has set are kept."""
     threads = max(1, (os.cpu_count() or 1) // machine.num_processes)
@@ -144,7 +153,13 @@ def quiet_environment(machine: Machine) -> dict[str, str]:
 
 def train(machine: Machine, steps: int, output: Path) -> None:
     """Runs the training in separate processes, which end with this one; exits with its status if it fails."""
-    status = run(training_command(machine, steps, output), cwd=ROOT, env=quiet_environment(machine))
+    command = training_command(machine, steps, output)
+    try:
+        status = run(command, cwd=ROOT, env=quiet_environment(machine))
+    except SystemExit as ended:
+        name = signal.Signals(int(ended.code or 0) - 128).name
+        print(f"\nthe demo was ended by {name}, with its training processes", file=sys.stderr, flush=True)
+        raise
     if status:
         sys.exit(status)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -90,14 +91,17 @@ class Tail:
 
 
 _TRACEBACK = b"Traceback (most recent call last):"
+# torch begins each line of an uncaught error with it, once a rank has joined a process group.
+_RANK_PREFIX = r"\[rank\d+\]: "
 _SHOWN_LINES = 24  # of an error, below the output of all ranks
 _BESIDE_TRACEBACKS = (b"During handling of", b"The above exception", b"Exception ignored", b"^CTraceback")
 
 
 def last_words(tail: str) -> str:
     """The error at the end of an output: of a traceback the last place and what was raised, else the last lines."""
-    lines = tail.strip("\n").split("\n")
-    begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK.decode())]
+    lines = re.sub(f"(?m)^{_RANK_PREFIX}", "", tail).strip("\n").split("\n")
+    # The first line of a traceback may follow a progress bar.
+    begins = [number for number, line in enumerate(lines) if line.endswith(_TRACEBACK.decode())]
     for begin in begins[-1:]:
         raised = next((n for n, line in enumerate(lines) if n > begin and line and not line.startswith(" ")), None)
         if raised is not None:
@@ -128,9 +132,11 @@ class InterruptFilter:
         before, mark, _ = line.partition(_TRACEBACK)
         if mark and not self._is_within:
             self._is_within = True
+            before = re.sub(_RANK_PREFIX.encode(), b"", before)
             self._held.append(line[len(before) :])
             return before + b"\n" if before.strip() not in (b"", b"^C") else b""  # a progress bar
         self._held.append(line)
+        line = re.sub(b"^" + _RANK_PREFIX.encode(), b"", line)
         if self._is_within and line.startswith((b" ", b"\n")):
             return b""
         if self._is_within:

@@ -25,7 +25,7 @@ def option(command: list[str], name: str) -> str:
 
 def test_command_on_two_cores(tmp_path: Path) -> None:
     command = training_command(Machine(2, "cpu"), 600, tmp_path)
-    assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert command[1:6] == ["-m", "hf_zero", "launch", "--num_gpus", "2"]
     assert option(command, "--deepspeed").endswith("configs/zero2_bf16.json")
     assert "--use_cpu" in command and "--bf16" in command
     assert option(command, "--per_device_train_batch_size") == str(demo.SEQUENCES_PER_STEP // 2)
@@ -51,7 +51,7 @@ def test_a_slow_machine_trains_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("num_gpus", [1, 3, 64])
 def test_command_on_gpus(tmp_path: Path, num_gpus: int) -> None:
     command = training_command(Machine(num_gpus, "cuda"), 600, tmp_path)
-    assert option(command, "--nproc_per_node") == str(num_gpus)
+    assert option(command, "--num_gpus") == str(num_gpus)
     assert "--use_cpu" not in command
     assert int(option(command, "--per_device_train_batch_size")) >= 1
 

@@ -18,7 +18,7 @@ import pytest
 
 from bench.launching import PAGE, section
 from hf_zero.launch import command_line
-from hf_zero.launch.children import InterruptFilter
+from hf_zero.launch.children import InterruptFilter, last_words
 from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, parse, travelling_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,15 +183,30 @@ except KeyboardInterrupt:
             b"another exception occurred:\n\nTraceback (most recent call last):\n  File\nKeyboardInterrupt\n",
             b"",
         ),
+        (
+            b" 1%| 3/9[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: KeyboardInterrupt\n\n"
+            b"[rank1]: During handling of the above exception, another exception occurred:\n\n"
+            b"[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: KeyboardInterrupt\n",
+            b" 1%| 3/9\n",
+        ),
+        (b"[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: OSError: full\n", None),
         (b"Exception ignored in: <f>\nTraceback (most recent call last):\n  File\nKeyboardInterrupt:\n", b""),
         (b"half a line", None),
     ],
 )
 def test_only_tracebacks_of_an_interrupt_are_taken_out(said: bytes, shown: bytes | None) -> None:
+    """Ctrl-C in a training showed the tracebacks of all ranks after all: there torch begins each line with [rank1]."""
     for size in (1, 7, 1000):
         one = InterruptFilter()
         pieces = [one.add(said[at : at + size]) for at in range(0, len(said), size)]
         assert b"".join([*pieces, one.end()]) == (said if shown is None else shown)
+
+
+def test_the_error_of_a_rank_with_a_process_group_is_cut_like_any_other() -> None:
+    """The launcher's last message had the last 24 lines, of which most were the traceback's."""
+    lines = ["[rank0]:   File a", "[rank0]:     x()", "[rank0]:   File b", "[rank0]:     y()", "[rank0]: OSError: full"]
+    said = "\n".join(["saved", " 1%| 3/9[rank0]: Traceback (most recent call last):", *lines, ""])
+    assert last_words(said) == "  File b\n    y()\nOSError: full"
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
