@@ -48,6 +48,8 @@ PATCHED = frozenset(
         "transformers.trainer_jit_checkpoint",
         "transformers.trainer_utils",
         "trl.generation.vllm_generation",
+        "trl.kernels.chunked_divergence",
+        "trl.kernels.chunked_logprob",
         "trl.trainer.utils",
     )
 )

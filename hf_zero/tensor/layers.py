@@ -91,7 +91,7 @@ def summed(group: Collectives, tensor: Tensor) -> Tensor:
 
 
 @uncompiled
-def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     rows = tensor.numel() // tensor.shape[-1]
     flat = tensor.new_zeros(group.size, rows * max(sizes))
     flat[group.rank, : tensor.numel()] = tensor.reshape(-1)
@@ -133,11 +133,11 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...], joins: bool) -> Tensor:
         ctx.group, ctx.sizes, ctx.joins = group, sizes, joins
-        return _side_by_side(group, tensor, sizes) if joins else _own(group, tensor, sizes)
+        return side_by_side(group, tensor, sizes) if joins else _own(group, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = _own if ctx.joins else _side_by_side
+        back = _own if ctx.joins else side_by_side
         return None, back(ctx.group, grads[0], ctx.sizes), None, None
 
 
@@ -154,7 +154,7 @@ class _PartialCrossEntropy(torch.autograd.Function):
         is_here = (local >= 0) & (local < logits.shape[-1]) & (labels != ignored)
         local = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         own = torch.stack([logits.logsumexp(-1), logits.gather(-1, local).squeeze(-1) * is_here], dim=-1)
-        sums, chosen = _side_by_side(group, own, (2,) * group.size).view(len(labels), -1, 2).unbind(-1)
+        sums, chosen = side_by_side(group, own, (2,) * group.size).view(len(labels), -1, 2).unbind(-1)
         total = sums.logsumexp(-1)
         ctx.save_for_backward(logits, total, local, is_here, labels != ignored)
         return (total - chosen.sum(-1)).where(labels != ignored, 0.0)

@@ -180,7 +180,27 @@ def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
             f"the tensor-parallel plan of {type(base).__name__} cuts nothing: it names {', '.join(sorted(plan))}, but "
             "tied weights stay whole; remove tensor_parallel.autotp_size"
         )
+    _check_forward(base)
     vars(base)[_SHARDED] = group.ranks
+
+
+# Packages whose forwards of models multiply by the head's weight without calling the head.
+_FUSED_LOSSES = ("liger_kernel", "cut_cross_entropy")
+
+
+def _check_forward(base: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: if the model's forward would compute the loss of the part of the vocabulary that this rank has.
+    """
+    head = getattr(base, "get_output_embeddings", lambda: None)()
+    package = str(getattr(base.forward, "__module__", None)).partition(".")[0]
+    if package in _FUSED_LOSSES and head is not None and any(map(held_part, head.parameters())):
+        raise ValueError(
+            f"tensor_parallel.autotp_size: {package} has replaced the forward of {type(base).__name__} by one that "
+            "computes the loss from the rows of the head that this rank has, which are not the whole vocabulary. "
+            "Switch that off (Trainer: liger_kernel_config with fused_linear_cross_entropy false) and use tiled_loss"
+        )
 
 
 @torch.no_grad()

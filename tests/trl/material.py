@@ -96,7 +96,8 @@ def write(folder: Path, method: str, count: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     language_model().save_pretrained(folder / "model")
     reward_model().save_pretrained(folder / "reward_model")
-    for name in ("model", "reward_model"):
+    language_model(seed=7).save_pretrained(folder / "teacher")
+    for name in ("model", "reward_model", "teacher"):
         tokenizer().save_pretrained(folder / name)
     (folder / "train.json").write_text(json.dumps(rows(method, count)))
     (folder / "eval.json").write_text(json.dumps(rows(method, EVALUATED)))

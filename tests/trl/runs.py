@@ -133,7 +133,8 @@ def run(case: Run, folder: Path) -> Outcome:
 def outcome(folder: Path) -> Outcome:
     """Read what the script wrote into its output folder."""
     numbers = json.loads((folder / "numbers.json").read_text())
-    saved = {way: _weights_file(max(folder.glob(name))).read_bytes() for way, name in WAYS.items()}
+    found = {way: sorted(folder.glob(name)) for way, name in WAYS.items()}
+    saved = {way: _weights_file(places[-1]).read_bytes() for way, places in found.items() if places}
     return Outcome(numbers["log"], numbers["eval"], saved)
 
 

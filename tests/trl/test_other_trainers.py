@@ -1,4 +1,4 @@
-"""KTO, RLOO and reward models: TRL's other stable trainers, compared with plain PyTorch."""
+"""KTO, RLOO, reward models and distillation: TRL's other stable trainers, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ RECIPES: dict[str, tuple[str, str, dict[str, object]]] = {
     "kto_lora": ("kto", "lora", {}),
     "rloo": ("rloo", "full", {}),
     "rloo_lora": ("rloo", "lora", {}),
+    "distillation": ("distillation", "full", {"max_completion_length": 12, "max_steps": 3, "save_steps": 3}),
+    "distillation_lora": ("distillation", "lora", {"max_completion_length": 12, "max_steps": 3, "save_steps": 3}),
 }
 
 
@@ -25,5 +27,5 @@ RECIPES: dict[str, tuple[str, str, dict[str, object]]] = {
 def test_same_as_plain_pytorch(recipe: str, stage: int, tmp_path: Path) -> None:
     method, adapter, options = RECIPES[recipe]
     case = Run(method=method, adapter=adapter, stage=stage, options=options)
-    # KTO averages over the ranks' own batches and RLOO samples by rank: the oracle runs on as many ranks.
+    # KTO averages over the ranks' own batches, RLOO and distillation sample by rank: the oracle runs on as many.
     assert_same_training(run(case, tmp_path), without_engine(case, processes=case.processes))

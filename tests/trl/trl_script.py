@@ -16,6 +16,8 @@ from datasets import load_dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -40,6 +42,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "reward": (RewardConfig, RewardTrainer),
     "grpo": (GRPOConfig, GRPOTrainer),
     "rloo": (RLOOConfig, RLOOTrainer),
+    "distillation": (DistillationConfig, DistillationTrainer),
 }
 
 
@@ -51,6 +54,10 @@ class Script:
     reference: bool = field(default=False, metadata={"help": "DPO, KTO: load a reference model and pass it"})
     build_first: bool = field(default=False, metadata={"help": "pass a model instead of its path"})
     wrap_first: bool = field(default=False, metadata={"help": "pass a PeftModel instead of a peft_config"})
+    cut: bool = field(
+        default=False,
+        metadata={"help": "for ranks that hold parts: load the model first, and leave out model.save_pretrained"},
+    )
     reward_model: str | None = field(default=None, metadata={"help": "GRPO, RLOO: folder of a reward model"})
 
 
@@ -59,13 +66,13 @@ def variety(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(set(completion))) for completion in completions]
 
 
-def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
-    """The trainer with the arguments of its method."""
+def build(method: str, script: Script, args: Any, model: ModelConfig, early: Any = None) -> Any:
+    """The trainer with the arguments of its method; `early`: a model made before `args`."""
     files = {name: str(Path(script.folder) / f"{name}.json") for name in ("train", "eval")}
     data = load_dataset("json", data_files=files, cache_dir=str(Path(args.output_dir) / "cache"))
     path = model.model_name_or_path
     shared: dict[str, Any] = {
-        "model": AutoModelForCausalLM.from_pretrained(path) if script.build_first else path,
+        "model": early or (AutoModelForCausalLM.from_pretrained(path) if script.build_first else path),
         "args": args,
         "train_dataset": data["train"],
         "eval_dataset": data["eval"],
@@ -74,6 +81,8 @@ def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
     }
     if method in ("grpo", "rloo"):
         shared["reward_funcs"] = [variety, *([script.reward_model] if script.reward_model else [])]
+    if method == "distillation":
+        shared["teacher_model"] = str(Path(script.folder) / "teacher")
     if script.wrap_first:
         shared["model"] = get_peft_model(AutoModelForCausalLM.from_pretrained(path), shared.pop("peft_config"))
     if script.reference:
@@ -81,22 +90,26 @@ def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
     return METHODS[method][1](**shared)
 
 
-def save(trainer: Any, folder: Path) -> None:
+def save(trainer: Any, folder: Path, *, cut: bool) -> None:
     """Saves in the two ways that users know, in addition to training's checkpoints."""
     trainer.save_model(str(folder / "saved"))
-    trainer.model.save_pretrained(str(folder / "pretrained"), is_main_process=trainer.is_world_process_zero())
+    if not cut:
+        trainer.model.save_pretrained(str(folder / "pretrained"), is_main_process=trainer.is_world_process_zero())
 
 
 def main(words: Sequence[str]) -> None:
     """Train, evaluate, save, and write the results."""
     method, *options = words
+    early = None
+    if "--cut" in options:
+        early = AutoModelForCausalLM.from_pretrained(options[options.index("--model_name_or_path") + 1])
     parser = TrlParser((Script, METHODS[method][0], ModelConfig))
     script, args, model = parser.parse_args_and_config(options)
-    trainer = build(method, script, args, model)
+    trainer = build(method, script, args, model, early)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers = {"log": list(trainer.state.log_history), "eval": trainer.evaluate()}
     folder = Path(args.output_dir)
-    save(trainer, folder)
+    save(trainer, folder, cut=script.cut)
     if trainer.is_world_process_zero():
         (folder / "numbers.json").write_text(json.dumps(numbers))
 
