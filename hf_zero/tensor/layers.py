@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states
 
 from hf_zero.comm import Collectives, uncompiled
+from hf_zero.comm.parts import held_part
 
 # Differentiable communication that combines results of parts of a matrix.
 #
@@ -208,6 +210,27 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
             )
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def check_random_states(model: nn.Module, tokens: Tensor) -> None:
+    """Compare the random states with which the ranks that hold parts of `model` would draw tokens. Collective.
+
+    Raises:
+        ValueError: if they differ: ranks would continue different texts, and wait for each other where one ends.
+    """
+    parts = (held_part(parameter) for parameter in model.parameters())
+    group = next((part.group for part in parts if part is not None and not part.is_mixed), None)
+    if group is None:
+        return
+    _, states = get_device_states(tokens)
+    digests = group.gather_objects(digest(states or [torch.get_rng_state()]))
+    if len(set(digests)) > 1:
+        raise ValueError(
+            "generate() with do_sample=True: ranks that hold parts of the same matrices must draw the same tokens, but "
+            "their random states differ. Call transformers.set_seed(n) with the same n on all ranks of a tensor group "
+            "before. TRL's trainers that generate (GRPO, RLOO, distillation) seed every rank differently: use them "
+            "without tensor_parallel.autotp_size"
+        )
 
 
 def digest(inputs: Any) -> str:

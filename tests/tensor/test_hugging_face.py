@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+import hf_zero
 from tests.integration.flows import clean
 from tests.sequence.training import packed
 from tests.support.ranks import run_ranks
@@ -122,3 +125,31 @@ def test_padding_packing_and_accumulation_under_trainer(tmp_path: Path, data_ran
     """20 updates; `gradient_accumulation_steps` 1 and 3."""
     for found in run_ranks(_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=400):
         assert {number: difference for number, difference in found.items() if difference > 1e-5} == {}
+
+
+def _draws(rank: int) -> tuple[list[int], list[int], str]:
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    engine, *_ = hf_zero.initialize(model=model_of("llama").eval(), config=config)
+    ids, found = batches(1, size=1)[0]["input_ids"], []
+    for options in ({"do_sample": False}, {"do_sample": True}):
+        torch.manual_seed(rank if options["do_sample"] is False else 5)
+        found.append(engine.module.generate(ids, max_new_tokens=6, **options).tolist()[0])
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="must draw the same tokens, but their random states differ") as refused:
+        engine.module.generate(ids, max_new_tokens=6, do_sample=True)
+    return found[0], found[1], str(refused.value)
+
+
+def test_ranks_of_a_tensor_group_draw_the_same_tokens() -> None:
+    """GRPOTrainer seeds every rank differently: ranks continued different texts, and one whose text had ended left the
+    others waiting in generate() until the timeout."""
+    torch.manual_seed(5)
+    ids = batches(1, size=1)[0]["input_ids"]
+    model: Any = model_of("llama").eval()
+    expected = []
+    for options in ({"do_sample": False}, {"do_sample": True}):
+        torch.manual_seed(5)
+        expected.append(model.generate(ids, max_new_tokens=6, **options).tolist()[0])
+    for greedy, drawn, refused in run_ranks(_draws, 2):
+        assert [greedy, drawn] == expected
+        assert "GRPO" in refused and "set_seed(n)" in refused

@@ -13,6 +13,7 @@ from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart, keep_part
 from hf_zero.layout.buckets import Interval
 from hf_zero.layout.cuts import Cut
+from tests.support.ranks import RankFailure
 from tests.support.reference import assert_same_numbers
 from tests.support.requirements import requires
 from tests.tensor.threads import ThreadCollectives, in_threads
@@ -57,6 +58,15 @@ def test_the_whole_vocabulary_counts(method: str, adapter: str, stage: int, proc
     for name in logged:
         assert_same_numbers(result.column(name), expected.column(name), 10 * TOLERANCE, name)
     assert "entropy" in logged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_trainers_that_draw_other_tokens_on_each_rank_are_refused(method: str, tmp_path: Path) -> None:
+    """They seed every rank differently: ranks waited for each other in generate() until the timeout."""
+    case = Run(method=method, options={"cut": True}, ds={"tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(RankFailure, match="must draw the same tokens, but their random states differ"):
+        run(case, tmp_path)
 
 
 def test_distillation_is_refused() -> None:

@@ -21,6 +21,7 @@ from hf_zero.params.stand_ins import ReleasedView
 from hf_zero.params.store import HANDLE, of
 from hf_zero.precision import WRAPPED_AT_STAGE_3
 from hf_zero.sequence.forwards import asked_for_documents
+from hf_zero.tensor.layers import check_random_states
 
 # Loading and saving models that stage 3 has sharded.
 MODELS = Patches("transformers.modeling_utils")
@@ -195,6 +196,28 @@ def around_is_fsdp_managed_module(original: Function, module: nn.Module) -> bool
     whether FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
     """
     return bool(original(module)) or any(of(parameter) is not None for parameter in module.parameters())
+
+
+@GENERATION.add(
+    "GenerationMixin._sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, "
+    "streamer, model_kwargs)",
+    without="ranks that hold parts of a model may draw different tokens in generate(), and wait for each other",
+    until="transformers draws tokens once for all ranks that hold parts of a model",
+)
+def around_sample(
+    original: Function,
+    self: Any,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Before tokens are drawn, compare the random states of ranks that hold parts of the same matrices."""
+    if generation_config.do_sample:
+        check_random_states(self, input_ids)
+    return original(self, input_ids, logits_processor, stopping_criteria, generation_config, *rest, **named)
 
 
 MASKS = Patches("transformers.masking_utils")
