@@ -12,37 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import trl
 from datasets import load_dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    ModelConfig,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-    TrlParser,
-    get_peft_config,
-)
+from trl import ModelConfig, TrlParser, get_peft_config
 
-METHODS: dict[str, tuple[Any, Any]] = {
-    "sft": (SFTConfig, SFTTrainer),
-    "dpo": (DPOConfig, DPOTrainer),
-    "kto": (KTOConfig, KTOTrainer),
-    "reward": (RewardConfig, RewardTrainer),
-    "grpo": (GRPOConfig, GRPOTrainer),
-    "rloo": (RLOOConfig, RLOOTrainer),
-    "distillation": (DistillationConfig, DistillationTrainer),
+# Trainers and configs are looked up when they are used: older versions of TRL do not have all of them.
+METHODS = {
+    "sft": "SFT",
+    "dpo": "DPO",
+    "kto": "KTO",
+    "reward": "Reward",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "distillation": "Distillation",
 }
 
 
@@ -87,7 +71,7 @@ def build(method: str, script: Script, args: Any, model: ModelConfig, early: Any
         shared["model"] = get_peft_model(AutoModelForCausalLM.from_pretrained(path), shared.pop("peft_config"))
     if script.reference:
         shared["ref_model"] = AutoModelForCausalLM.from_pretrained(path)
-    return METHODS[method][1](**shared)
+    return getattr(trl, f"{METHODS[method]}Trainer")(**shared)
 
 
 def save(trainer: Any, folder: Path, *, cut: bool) -> None:
@@ -103,7 +87,7 @@ def main(words: Sequence[str]) -> None:
     early = None
     if "--cut" in options:
         early = AutoModelForCausalLM.from_pretrained(options[options.index("--model_name_or_path") + 1])
-    parser = TrlParser((Script, METHODS[method][0], ModelConfig))
+    parser = TrlParser((Script, getattr(trl, f"{METHODS[method]}Config"), ModelConfig))
     script, args, model = parser.parse_args_and_config(options)
     trainer = build(method, script, args, model, early)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
