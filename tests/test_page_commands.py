@@ -266,6 +266,7 @@ def test_the_figures_of_the_readme_are_those_of_its_result() -> None:
         assert readme_figure.RESULT.with_suffix(".md").relative_to(ROOT).as_posix() in text
 
 
+@pytest.mark.lengthy
 def test_the_picture_of_a_plan_is_of_this_plan() -> None:
     """README's picture showed 12 samples as the best batch and 74.6 GB, when `plan` had long said 8, and 55.9 GB."""
     found = plan_plot.example()
