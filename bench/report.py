@@ -162,6 +162,8 @@ def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str
     own_figure, _, baseline = figure.partition(" beyond ")
     if name == peer or peer not in run["rounds"][0] or baseline and baseline not in run["rounds"][0]:
         return []
+    if peer == "fsdp2-keep" and variant["released"]:
+        return []  # one keeps the weights, the other does not
     rounds = run["rounds"]
     if baseline:
         return [
