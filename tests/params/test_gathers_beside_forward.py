@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.api.parameter_access import safe_set_full_fp32_param
 from hf_zero.comm import Pending
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.params.gathers_beside_forward import BucketGather, GatheringParameter, may_run_beside
@@ -276,6 +277,10 @@ def train(rank: int, overlaps: bool) -> tuple[list[Tensor], int]:
                 model.blocks[2].weight.mul_(0.5)
         elif step == 4:
             model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        elif step == 5:  # a write into masters overwrites what gathers still send: it waits for all of them
+            safe_set_full_fp32_param(model.blocks[0].weight, torch.full((WIDTH, WIDTH), 0.3))
+            assert type(model.blocks[2].weight) is nn.Parameter
+            found.append(engine(torch.ones(1, WIDTH)))
     found.extend(model.parameters())
     engine.destroy()
     return [values.detach().clone() for values in found], num_beside
