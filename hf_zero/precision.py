@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,21 +126,76 @@ def explain_dtypes(module: nn.Module, model: str, error: Exception) -> None:
 
 def is_packed(parameter: torch.Tensor) -> bool:
     """Whether the dtype is only a storage format and must not be cast: of elements that encode several weights, as in
-    bitsandbytes' `Params4bit`, and what `mark_scaled` has found."""
-    return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, _SCALED)
+    bitsandbytes' `Params4bit`, and what `mark_packed` has found."""
+    return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, _PACKED)
 
 
-_SCALED = "hf_zero_scaled"
+_PACKED = "hf_zero_packed"
 
 
-def mark_scaled(module: nn.Module) -> None:
-    """Let `is_packed` know of weights in 8-bit floating-point formats, and of the scales beside them (transformers'
-    FP8Linear). A layer takes such a weight in another dtype for one without scales."""
+def mark_packed(module: nn.Module) -> None:
+    """Let `is_packed` know of weights in 8 bits with scales beside them: bitsandbytes' integers; floating-point ones
+    with their scales (transformers' FP8Linear takes such a weight in another dtype for one without scales)."""
     for inner in module.modules():
         own = list(inner.parameters(recurse=False))
-        if any(parameter.is_floating_point() and parameter.itemsize == 1 for parameter in own):
-            for parameter in own:
-                setattr(parameter, _SCALED, True)
+        if not any(parameter.is_floating_point() and parameter.itemsize == 1 for parameter in own):
+            own = [parameter for parameter in own if parameter.dtype == torch.int8 and _has_scales(inner, parameter)]
+        for parameter in own:
+            setattr(parameter, _PACKED, True)
+
+
+def _has_scales(layer: nn.Module, weight: Any) -> bool:
+    if hasattr(weight, "SCB") and weight.SCB is None:
+        weight.SCB = getattr(getattr(layer, "state", None), "SCB", None)  # the first forward has moved them there
+    return getattr(weight, "SCB", None) is not None
+
+
+class _CodesOfWeight:
+    """bitsandbytes' `MatmulLtState` of an 8-bit layer whose weight is whole only between gather and release.
+
+    `CB`, the codes that forward and backward compute with, is what the weight holds at that time, and not a second
+    reference, which would keep them in memory. Codes that are assigned, after merging adapters for instance, are kept.
+    """
+
+    layer: nn.Module
+    assigned: torch.Tensor | None = None
+
+    @property
+    def CB(self) -> torch.Tensor:
+        weight: torch.Tensor = self.layer.weight.data  # type: ignore[assignment]
+        return weight if self.assigned is None else self.assigned
+
+    @CB.setter
+    def CB(self, codes: torch.Tensor | None) -> None:
+        self.assigned = codes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _codes_of_weight, (type(self).__bases__[1],), vars(self)
+
+
+@cache
+def _class_of_codes(state: Any) -> Any:
+    return type(state.__name__, (_CodesOfWeight, state), {})
+
+
+def _codes_of_weight(state: Any) -> Any:
+    return object.__new__(_class_of_codes(state))
+
+
+def leave_codes_to_weights(module: nn.Module) -> None:
+    """Drop the references to an 8-bit weight's codes that bitsandbytes' layers keep outside of it."""
+    for inner in module.modules():
+        weight: Any = inner._parameters.get("weight")
+        state: Any = getattr(inner, "state", None)
+        if weight is None or not hasattr(weight, "SCB") or not is_packed(weight):
+            continue
+        weight.CB, state.SCB = None, weight.SCB
+        if not isinstance(state, _CodesOfWeight):
+            del state.CB
+            kind: Any = type(state)
+            state.__class__ = _class_of_codes(kind)
+            state.layer = inner
+        state.assigned = None
 
 
 def is_wrapped(parameter: torch.Tensor) -> bool:
@@ -159,6 +215,8 @@ def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
         names: list[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]
     scales: Any = getattr(parameter, "quant_state", None)
+    if hasattr(parameter, "SCB"):
+        return [parameter.data] if parameter.SCB is None else [parameter.data, parameter.SCB]
     second = getattr(scales, "state2", None)  # the scales may have scales themselves
     candidates = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
     return [parameter.data, *(tensor for tensor in candidates if tensor is not None)]

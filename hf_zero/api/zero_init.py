@@ -24,7 +24,7 @@ from hf_zero.offload.vector import InMemoryVector, stop_if_any
 from hf_zero.params.partitioning import reshard, shard_parameter, unshard
 from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
 from hf_zero.params.store import ACTIVE, of
-from hf_zero.precision import Precision, can_be_cut, is_packed, mark_scaled, precision_from
+from hf_zero.precision import Precision, can_be_cut, is_packed, leave_codes_to_weights, mark_packed, precision_from
 
 if TYPE_CHECKING:
     from hf_zero.offload.swap_store import SwapStore
@@ -236,7 +236,8 @@ class _InitRules:
     def shard_tree(self, module: nn.Module) -> None:
         """Shard parameters of `module` and its submodules that are still whole."""
         self.close()
-        mark_scaled(module)
+        mark_packed(module)
+        leave_codes_to_weights(module)
         for inner in module.modules():
             fresh = [p for p in inner.parameters(recurse=False) if of(p) is None and _can_be_sharded(p)]
             for parameter in inner.parameters(recurse=False):

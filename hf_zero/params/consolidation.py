@@ -36,15 +36,26 @@ def consolidated_state_dict(
         if keeps:
             host = values.detach().to("cpu", copy=True)
             state_dict.update(dict.fromkeys(names[id(parameter)], host))
-            state: Any = getattr(parameter, "quant_state", None)
-            if state is not None:
-                scales = state.as_dict(packed=True)
-                state_dict.update({f"{n}.{key}": s.cpu() for n in names[id(parameter)] for key, s in scales.items()})
+            for name in names[id(parameter)]:
+                state_dict.update(_scales_beside(name, parameter))
     if not keeps:
         return {}
     for name, buffer in persistent_buffers(module):
         state_dict[name] = buffer.detach().cpu().clone()
     return {name: state_dict[name] for name in state_dict_order(module) if name in state_dict} | state_dict
+
+
+def _scales_beside(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The scales of a packed parameter in host memory, under the names that its layer saves them with."""
+    state: Any = getattr(parameter, "quant_state", None)
+    scales: dict[str, Tensor] = {}
+    if state is not None:
+        scales = {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+    elif getattr(parameter, "SCB", None) is not None:
+        layer = name.rpartition(".")[0]
+        rows = torch.tensor(0, dtype=torch.uint8)  # the only format that bitsandbytes still has
+        scales = {f"{layer}.SCB": parameter.SCB, f"{layer}.weight_format": rows}  # type: ignore[attr-defined]
+    return {key: value.detach().cpu() for key, value in scales.items()}
 
 
 def unsharded_values(

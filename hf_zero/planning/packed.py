@@ -63,7 +63,7 @@ def _dequantized(codes: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
 
 def num_weights(parameter: Tensor) -> int:
     """The number of weights that a parameter stands for."""
-    shape: torch.Size = parameter.quant_state.shape if is_packed(parameter) else parameter.shape  # type: ignore[attr-defined]
+    shape: torch.Size = (getattr(parameter, "quant_state", None) or parameter).shape
     return shape.numel()
 
 

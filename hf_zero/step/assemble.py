@@ -36,7 +36,15 @@ from hf_zero.optim.updater import Peers, Spread, UpdaterRanks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_packed, is_wrapped, tensors_of
+from hf_zero.precision import (
+    WRAPPED_AT_STAGE_3,
+    Precision,
+    can_be_cut,
+    is_packed,
+    is_wrapped,
+    leave_codes_to_weights,
+    tensors_of,
+)
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
@@ -214,6 +222,7 @@ def place_unsharded(module: nn.Module, precision: Precision, device: torch.devic
     wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
     if wrapped:
         raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
+    leave_codes_to_weights(module)
     for parameter in module.parameters():
         if not can_be_cut(parameter):
             dtype = parameter.dtype

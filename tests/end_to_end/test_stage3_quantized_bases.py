@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_utils import caching_allocator_warmup
 
 from hf_zero.params.store import of
-from hf_zero.precision import is_packed
+from hf_zero.precision import is_packed, mark_packed, tensors_of
 from tests.end_to_end.stage3 import arguments, auto_config, whole
 from tests.support.memory import anonymous_memory, most_allocated, profiled_memory
 from tests.support.packed import PackedConfig
@@ -47,11 +47,11 @@ def config(**more: Any) -> LlamaConfig:
     return LlamaConfig(**{"vocab_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": False, **sizes, **more})
 
 
-def save(folder: Path, shape: LlamaConfig) -> None:
+def save(folder: Path, shape: LlamaConfig, storage: str = "uint8") -> None:
     """The same model in bf16, and quantized."""
     torch.manual_seed(0)
     LlamaForCausalLM(shape).bfloat16().save_pretrained(folder / ON_THE_WAY, max_shard_size="50MB")
-    load(folder, ON_THE_WAY).save_pretrained(folder / ON_DISK)
+    load(folder, ON_THE_WAY, storage).save_pretrained(folder / ON_DISK)
 
 
 def load(folder: Path | str, form: str, storage: str = "uint8") -> Any:
@@ -64,7 +64,7 @@ def bits(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scales_of(model: Any) -> list[Tensor]:
-    return [p.quant_state.absmax for p in model.parameters() if is_packed(p)]
+    return [tensors_of(p)[1] for p in model.parameters() if is_packed(p)]
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -86,6 +86,8 @@ def run_load(rank: int, folder: str, form: str, storage: str, offload: dict[str,
     [
         (ON_THE_WAY, "uint8", {}),
         (ON_DISK, "uint8", {}),
+        (ON_THE_WAY, "int8", {}),
+        (ON_DISK, "int8", {}),
         pytest.param(ON_THE_WAY, "float16", {}, marks=pytest.mark.slow),
         pytest.param(ON_THE_WAY, "uint8", {"offload_param": {"device": "nvme"}}, marks=pytest.mark.slow),
     ],
@@ -95,10 +97,11 @@ def test_loaded_weights_are_in_shards_and_keep_their_bits(
 ) -> None:
     """Codes must not be cast: with half precision as their storage, bf16 would round them. And threads must not read
     files ahead, which on a GPU would bring all weights there before the first one is in shards."""
-    save(tmp_path, config())
+    save(tmp_path, config(), storage)
     if offload:
         offload = {"offload_param": {**offload["offload_param"], "nvme_path": str(tmp_path)}}
     expected = load(tmp_path, ON_THE_WAY, storage)
+    mark_packed(expected)
     for in_shards, values, scales in run_ranks(run_load, WORLD, str(tmp_path), form, storage, offload, init=False):
         assert all(in_shards.values()), in_shards
         assert {name: value.tolist() for name, value in values.items()} == {
@@ -107,11 +110,11 @@ def test_loaded_weights_are_in_shards_and_keep_their_bits(
         assert len(scales) == 14 and all(map(torch.equal, scales, scales_of(expected)))
 
 
-def run_train(rank: int, folder: str, stage: int, upcast: bool) -> Any:
+def run_train(rank: int, folder: str, stage: int, upcast: bool, storage: str) -> Any:
     """An unmodified script."""
     section = auto_config() if stage == 3 else {**auto_config(), "zero_optimization": {"stage": stage}}
     training = arguments(f"{folder}/out-{stage}", section, bf16=not upcast, learning_rate=1e-2, max_steps=3)
-    model = load(folder, ON_THE_WAY)
+    model = load(folder, ON_THE_WAY, storage)
     if upcast:
         model = prepare_model_for_kbit_training(model)
     torch.manual_seed(0)
@@ -125,13 +128,20 @@ def run_train(rank: int, folder: str, stage: int, upcast: bool) -> Any:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dtypes
 
 
-@pytest.mark.parametrize("upcast", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_training_ends_as_at_stage_2(upcast: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("upcast", "storage"),
+    [
+        (False, "uint8"),
+        (False, "int8"),
+        *(pytest.param(True, each, marks=pytest.mark.slow) for each in ("uint8", "int8")),
+    ],
+)
+def test_training_ends_as_at_stage_2(upcast: bool, storage: str, tmp_path: Path) -> None:
     """With `prepare_model_for_kbit_training`, which replaces the data of parameters that are not quantized by fp32
     values. At stage 3 it would have failed on the first one in shards."""
     save(tmp_path, config())
-    ours = run_ranks(run_train, WORLD, str(tmp_path), 3, upcast, init=False)
-    theirs = run_ranks(run_train, WORLD, str(tmp_path), 2, upcast, init=False)
+    ours = run_ranks(run_train, WORLD, str(tmp_path), 3, upcast, storage, init=False)
+    theirs = run_ranks(run_train, WORLD, str(tmp_path), 2, upcast, storage, init=False)
     assert ours[0][1] == theirs[0][1]
     tolerance = 1e-5 if upcast else 1e-2
     assert len(ours[0][0]) == 3 and ours[0][0] == pytest.approx(theirs[0][0], rel=tolerance)
@@ -218,21 +228,21 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
     return sum(size for size, _ in parameters), sum(each.nbytes for each in scales_of(model)), largest
 
 
-def run_allocations(rank: int, folder: str, form: str) -> tuple[int, tuple[int, int, int]]:
+def run_allocations(rank: int, folder: str, form: str, storage: str) -> tuple[int, tuple[int, int, int]]:
     alive = arguments(f"{folder}/out", auto_config(), bf16=True)
     with profiled_memory() as profiled:
-        model = load(folder, form)
+        model = load(folder, form, storage)
     del alive
     return most_allocated(profiled), sizes_of(model)
 
 
-@pytest.mark.parametrize("form", [ON_THE_WAY, ON_DISK])
-def test_a_rank_allocates_its_share_and_one_weight(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "storage"), [(ON_THE_WAY, "uint8"), (ON_DISK, "uint8"), (ON_THE_WAY, "int8")])
+def test_a_rank_allocates_its_share_and_one_weight(form: str, storage: str, tmp_path: Path) -> None:
     """Counted to the byte by torch's allocator, which also counts mapped files. The stand-in needs copies of the weight
     for its operations."""
-    save(tmp_path, config(num_hidden_layers=24))
+    save(tmp_path, config(num_hidden_layers=24), storage)
     mapped = sum(file.stat().st_size for file in (tmp_path / form).glob("*.safetensors"))
-    for most, (model, scales, largest) in run_ranks(run_allocations, WORLD, str(tmp_path), form, init=False):
+    for most, (model, scales, largest) in run_ranks(run_allocations, WORLD, str(tmp_path), form, storage, init=False):
         share, grown = model / WORLD, most - mapped  # scales that are on disk stay mapped
         allowed = share + scales + 4 * largest
         assert share <= grown <= allowed < 0.75 * (model + scales), (grown, share, scales, largest)

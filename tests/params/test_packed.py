@@ -17,7 +17,7 @@ from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.zero_init import Init
 from hf_zero.params.store import of
-from tests.support.packed import Params4bit, packed
+from tests.support.packed import EightBitLinear, Params4bit, eight_bit, packed
 from tests.support.ranks import run_ranks
 
 WIDTH, STEPS = 16, 3
@@ -111,6 +111,63 @@ def test_copies_of_packed_weights_have_their_class_and_scales() -> None:
     run_ranks(copy_and_build, 2)
 
 
+class EightBit(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.base = EightBitLinear(WIDTH, WIDTH, bias=False)
+        self.base.weight = eight_bit(torch.randn(WIDTH, WIDTH) * scale)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x) / 8 + self.adapter(x)
+
+
+def train_eight_bit(rank: int) -> None:
+    runs: list[list[float]] = []
+    for stage, is_built_in_shards in ((0, False), (2, False), (3, False), (3, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(EightBit(1.0 + rank) for _ in range(3)))  # rank 0's codes and scales win
+        codes, scales = ([getattr(layer.base.weight, name).clone() for layer in model] for name in ("CB", "SCB"))
+        if stage == 3 and not is_built_in_shards:  # a program may have used the model: the layer takes over the codes
+            model[0].base(torch.ones(1, WIDTH))
+        if is_built_in_shards:
+            Init(module=model, config_dict_or_path=config_of(stage))
+        engine, *_ = initialize(model=model, config=config_of(stage))
+        losses = []
+        for step in range(STEPS):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = engine(x.requires_grad_()).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        saved = engine.module_state_dict()
+        for index in range(3):
+            assert saved[f"{index}.base.weight"].dtype == torch.int8
+            if rank == 0:
+                assert torch.equal(saved[f"{index}.base.weight"], codes[index])
+                assert torch.equal(saved[f"{index}.base.SCB"], scales[index])
+            assert f"{index}.base.weight_format" in saved
+        if stage == 3:
+            engine.empty_partition_cache()
+            weight = model[1].base.weight
+            assert of(weight).shard.numel() == codes[1].numel() // 2 and type(weight).__name__ == "Int8Params"
+            with pytest.raises(RuntimeError, match="holds it in shards"):
+                model[1].base.state.CB.sum()
+            with GatheredParameters([weight]):
+                assert model[1].base.state.CB.data_ptr() == weight.data_ptr()
+                copied = copy.deepcopy(model[1].base)
+            assert copied.state.layer is copied and torch.equal(copied.state.CB, saved["1.base.weight"])
+        runs.append(losses)
+    assert runs[1:3] == runs[:1] * 2, runs
+    assert runs[3] == pytest.approx(runs[0], rel=0.01), "masters of adapters that were built in shards start rounded"
+
+
+def test_weights_in_8_bit_are_in_shards_at_stage_3() -> None:
+    """bitsandbytes' Linear8bitLt computes with a second reference to its codes, in an object beside the weight. It kept
+    the codes in memory, so stage 3 left such weights whole on every rank."""
+    run_ranks(train_eight_bit, 2)
+
+
 class Scaled(nn.Module):
     """A frozen layer in fp8, which like transformers' FP8Linear takes a wider weight for one without scales."""
 
@@ -131,7 +188,7 @@ def train_scaled(rank: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Scaled(), Scaled())
         codes = [layer.weight.detach().clone() for layer in model]
-        engine, *_ = initialize(model=model, config=fp8_config(stage))
+        engine, *_ = initialize(model=model, config=config_of(stage))
         losses = []
         for step in range(STEPS):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -155,7 +212,7 @@ def train_scaled(rank: int) -> None:
     assert runs[0][0] == plain(x).float().square().mean().item()
 
 
-def fp8_config(stage: int) -> dict[str, Any]:
+def config_of(stage: int) -> dict[str, Any]:
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
     return {**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}

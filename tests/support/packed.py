@@ -1,9 +1,10 @@
-"""A stand-in for bitsandbytes in 4 bit, which needs no package: packed weights, their linear layer, and a quantizer of
-transformers that makes them of a checkpoint, or loads what it has saved."""
+"""A stand-in for bitsandbytes in 4 and in 8 bit, which needs no package: packed weights, their linear layers, and a
+quantizer of transformers that makes them of a checkpoint, or loads what it has saved."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,8 +67,88 @@ class PackedLinear(nn.Linear):
             destination[f"{prefix}weight.absmax"] = state.absmax
 
 
+class Int8Params(nn.Parameter):
+    """A weight of 8-bit codes, with a scale for each row (`SCB`) and a second reference to its codes (`CB`)."""
+
+    CB: Tensor | None
+    SCB: Tensor | None
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = False,
+        CB: Tensor | None = None,
+        SCB: Tensor | None = None,
+    ) -> Int8Params:
+        made = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
+        made.CB, made.SCB = CB, SCB
+        return made  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: Any) -> Int8Params:
+        parts = (copy.deepcopy(part, memo) for part in (self.data, self.requires_grad, self.CB, self.SCB))
+        return type(self)(*parts)
+
+
+def eight_bit(weight: Tensor) -> Int8Params:
+    """A frozen weight of codes of -127 to 127 and a scale for each row."""
+    scales = weight.detach().float().abs().amax(dim=1).clamp(min=1e-12)
+    codes = (weight.detach().float() / scales[:, None] * 127).round().to(torch.int8)
+    return Int8Params(codes, CB=codes, SCB=scales)
+
+
+@dataclass
+class State:
+    """What a layer keeps between forward and backward."""
+
+    CB: Tensor | None = None
+    SCB: Tensor | None = None
+    is_training: bool = True
+
+
+class _EightBitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, state: State) -> Tensor:
+        ctx.state = state
+        return nn.functional.linear(x, _dequantised(state, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ _dequantised(ctx.state, gradient.dtype), None, None
+
+
+def _dequantised(state: State, dtype: torch.dtype) -> Tensor:
+    assert state.CB is not None and state.SCB is not None
+    return state.CB.to(dtype) * (state.SCB / 127)[:, None].to(dtype)
+
+
+class EightBitLinear(nn.Linear):
+    """A linear layer with a weight in 8 bit, which from its first forward on computes with what its state refers to."""
+
+    weight: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weight, self.state = Int8Params(self.weight.data), State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.is_training = self.training
+        if self.weight.CB is not None:
+            self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
+            self.weight.CB = self.weight.SCB = None
+        out: Tensor = _EightBitProduct.apply(x, self.weight, self.state)
+        self.weight.data = self.state.CB
+        return out if self.bias is None else out + self.bias
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        scales = self.state.SCB if self.weight.SCB is None else self.weight.SCB
+        if scales is not None:
+            destination |= {f"{prefix}SCB": scales, f"{prefix}weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` of from_pretrained. `storage`: the name of the dtype that codes are stored in."""
+    """`quantization_config` of from_pretrained. `storage`: the name of the dtype that 4-bit codes are stored in, or
+    "int8" for 8-bit ones."""
 
     def __init__(self, storage: str = "uint8", **_others: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
@@ -79,7 +160,11 @@ class _Quantise(ConversionOps):
         self.quantizer = quantizer
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Any]:
-        return {name: quantise(_first(value), self.quantizer.storage) for name, value in input_dict.items()}
+        storage = self.quantizer.storage
+        return {
+            name: eight_bit(_first(value)) if storage == torch.int8 else quantise(_first(value), storage)
+            for name, value in input_dict.items()
+        }
 
 
 class _Deserialise(ConversionOps):
@@ -89,7 +174,10 @@ class _Deserialise(ConversionOps):
     def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Any]:
         if len(input_dict) == 1:
             return input_dict
-        return {"weight": packed(_first(input_dict["weight"]), _first(input_dict["weight.absmax"]))}
+        codes = _first(input_dict["weight"])
+        if "SCB" in input_dict:
+            return {"weight": Int8Params(codes, CB=codes, SCB=_first(input_dict["SCB"]))}
+        return {"weight": packed(codes, _first(input_dict["weight.absmax"]))}
 
 
 def _first(value: Any) -> Tensor:
@@ -103,9 +191,13 @@ class PackedQuantizer(HfQuantizer):
     def storage(self) -> torch.dtype:
         return getattr(torch, self.quantization_config.storage)  # type: ignore[no-any-return]
 
+    @property
+    def layer(self) -> type[nn.Linear]:
+        return EightBitLinear if self.storage == torch.int8 else PackedLinear
+
     def param_needs_quantization(self, model: Any, param_name: str, **_others: Any) -> bool:
         module, _, name = param_name.rpartition(".")
-        return isinstance(model.get_submodule(module), PackedLinear) and name == "weight"
+        return isinstance(model.get_submodule(module), self.layer) and name == "weight"
 
     def update_device_map(self, device_map: Any) -> Any:
         return {"": "cpu"} if device_map is None else device_map  # as bitsandbytes
@@ -114,8 +206,8 @@ class PackedQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and name != "lm_head":
                 with torch.device("meta"):
-                    linear = PackedLinear(module.in_features, module.out_features, module.bias is not None)
-                if self.pre_quantized:
+                    linear = self.layer(module.in_features, module.out_features, module.bias is not None)
+                if self.pre_quantized and self.storage != torch.int8:
                     linear.weight = nn.Parameter(linear.weight.new_empty(0, dtype=self.storage), requires_grad=False)
                 model.set_submodule(name, linear.requires_grad_(False))
         return model
@@ -130,7 +222,8 @@ class PackedQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> Any:
         if not self.pre_quantized:
             return []
-        return [WeightConverter(["weight.absmax", "weight"], "weight", operations=[_Deserialise(self)])]
+        names = ["SCB", "weight_format"] if self.storage == torch.int8 else ["weight.absmax"]
+        return [WeightConverter([*names, "weight"], "weight", operations=[_Deserialise(self)])]
 
     def is_serializable(self, *_others: Any, **_more: Any) -> bool:
         return True

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.api.zero_init import ShardAsLoaded
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.integration.patches.transformers import is_stage_3
-from hf_zero.precision import is_packed
+from hf_zero.precision import is_packed, leave_codes_to_weights, mark_packed
 
 PATCHES = Patches("transformers.core_model_loading")
 _WITHOUT = "every rank loads a quantized model whole before stage 3 shards it"
@@ -76,12 +76,15 @@ def _without_threads() -> Iterator[None]:
     since="transformers 5.17 or earlier",
 )
 def around_set_param(original: Function, model: Any, target_name: str, *rest: Any, **named: Any) -> None:
-    """Shard what has just been loaded: plain parameters, and weights with their scales beside them. Other kinds of
-    quantized weights (8-bit ones of bitsandbytes, tensors of a class of their own) stay whole."""
+    """Shard what has just been loaded: plain parameters, and weights with their scales beside them. Tensors of a class
+    of their own stay whole."""
     original(model, target_name, *rest, **named)
     shard = vars(model).get(_SHARD)
     if shard is not None:
-        module, _, name = target_name.rpartition(".")
-        parameter = model.get_submodule(module)._parameters.get(name)
+        name, _, own = target_name.rpartition(".")
+        module = model.get_submodule(name)
+        mark_packed(module)
+        leave_codes_to_weights(module)
+        parameter = module._parameters.get(own)
         if type(parameter) is nn.Parameter or (parameter is not None and is_packed(parameter)):
             shard(parameter)
