@@ -13,9 +13,10 @@ from torch import Tensor
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
 from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_reference, num_blocks, quantize_reference
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, chunk_numel, fp32_chunks, keep
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, chunk_numel, fp32_chunks, keep, on_threads
 
 _TIMES = 2  # larger chunks, because each needs about twenty calls with a few microseconds of overhead
+_NUMEL_OF_A_THREAD = 1 << 19  # whatever the number of threads, on which random numbers must not depend
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,15 @@ def adam8(vectors: BlockVectors, rule: AdamRule, step: int, applied: Applied = A
     head = min(-vectors.start % BLOCK, numel)
     if head:  # separate, so that only the first and last chunk contain partial blocks
         _in_chunks(vectors.part(0, head), rule, step, applied)
-    if head < numel:
-        rest = applied if applied.seed is None else replace(applied, seed=applied.seed + 1)
-        _in_chunks(vectors.part(head, numel - head), rule, step, rest)
+    starts = range(head, numel, _NUMEL_OF_A_THREAD)
+
+    def update(number: int) -> None:
+        start = starts[number]
+        part = vectors.part(start, min(_NUMEL_OF_A_THREAD, numel - start))
+        own = applied if applied.seed is None else replace(applied, seed=applied.seed + 1 + number)
+        _in_chunks(part, rule, step, own)
+
+    on_threads(update, range(len(starts)), vectors.weight.device)
 
 
 def _in_chunks(vectors: BlockVectors, rule: AdamRule, step: int, applied: Applied) -> None:

@@ -18,21 +18,21 @@ Three rules in addition to rounding to the nearest value:
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_zero.kernels.vectors import on_threads
+
 BLOCK = 256  # elements that share a scale
 BLOCK_BYTES = BLOCK + 4
 TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
-_WORTH_A_THREAD = 1 << 15
+_BLOCKS_OF_A_THREAD = 1 << 12
 
 
 class Blocks(NamedTuple):
@@ -158,7 +158,7 @@ class Coder:
     def decode(self, run: CodeRun) -> None:
         """Dequantize `run` into `values`."""
         self._indices.copy_(run.pairs)
-        _on_threads(_select, self._pair_values, self._indices, self._doubles)
+        torch.index_select(self._pair_values, 0, self._indices, out=self._doubles)
         self._rows.mul_(run.scales)
 
     def encode(self, run: CodeRun) -> None:
@@ -171,11 +171,7 @@ class Coder:
         # A scale far below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. A
         # nonfinite scale is stored in the block and makes every element NaN, regardless of the codes.
         self._rows.mul_(torch.reciprocal(run.scales, out=self._factors))
-        _on_threads(_select_by_top_bits, self._nearest_codes, self._bits, run.codes)
-
-
-def _select(table: Tensor, indices: Tensor, out: Tensor) -> None:
-    torch.index_select(table, 0, indices, out=out)
+        _select_by_top_bits(self._nearest_codes, self._bits, run.codes)
 
 
 def _select_by_top_bits(table: Tensor, bits: Tensor, out: Tensor) -> None:
@@ -188,60 +184,46 @@ def _select_by_top_bits(table: Tensor, bits: Tensor, out: Tensor) -> None:
     torch.index_select(table, 0, bits, out=out)
 
 
-def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, source: Tensor, out: Tensor) -> None:
-    """Run `work` on a part of source and out per PyTorch thread, because index_select uses only one thread."""
-    threads = torch.get_num_threads() if out.device.type == "cpu" else 1
-    if threads == 1 or out.numel() < _WORTH_A_THREAD * threads:
-        work(table, source, out)
-        return
-    step = -(-out.numel() // threads)
-    parts = [(source[start : start + step], out[start : start + step]) for start in range(0, out.numel(), step)]
-
-    def run(part: tuple[Tensor, Tensor]) -> None:
-        with torch.no_grad():  # a thread-local setting
-            work(table, *part)
-
-    done = [_helpers(threads).submit(run, part) for part in parts[1:]]
-    run(parts[0])
-    for future in done:
-        future.result()
-
-
-@functools.cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="hf_zero_look_up")
-
-
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
-
-
 def quantize(values: Tensor, *, signed: bool) -> Tensor:
     """Quantize a vector of any length and dtype into one packed tensor."""
     packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-    for coder, run, start in _runs(packed, signed=signed):
-        part = values.narrow(0, start, min(coder.values.numel(), values.numel() - start))
-        coder.values[: part.numel()].copy_(part)
-        coder.values[part.numel() :].zero_()
-        coder.encode(run)
+
+    def encode(blocks: tuple[int, int]) -> None:
+        for coder, run, start in _runs(packed, *blocks, signed=signed):
+            part = values.narrow(0, start, min(coder.values.numel(), values.numel() - start))
+            coder.values[: part.numel()].copy_(part)
+            coder.values[part.numel() :].zero_()
+            coder.encode(run)
+
+    on_threads(encode, _block_ranges(values.numel()), values.device)
     return packed
 
 
 def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
     """Dequantize the first `numel` values of a packed tensor: fp32, 1-D."""
     out = torch.empty(numel, device=packed.device)
-    for coder, run, start in _runs(packed, signed=signed):
-        coder.decode(run)
-        part = out.narrow(0, start, min(coder.values.numel(), numel - start))
-        part.copy_(coder.values[: part.numel()])
+
+    def decode(blocks: tuple[int, int]) -> None:
+        for coder, run, start in _runs(packed, *blocks, signed=signed):
+            coder.decode(run)
+            part = out.narrow(0, start, min(coder.values.numel(), numel - start))
+            part.copy_(coder.values[: part.numel()])
+
+    on_threads(decode, _block_ranges(numel), packed.device)
     return out
 
 
-def _runs(packed: Tensor, *, signed: bool) -> Iterator[tuple[Coder, CodeRun, int]]:
-    """Iterate over a packed tensor: a coder, a run of blocks for it, and the index of the run's first element."""
+def _block_ranges(numel: int) -> list[tuple[int, int]]:
+    """The blocks of a vector in ranges (first, last + 1), each for one thread."""
+    count = num_blocks(numel)
+    return [(first, min(first + _BLOCKS_OF_A_THREAD, count)) for first in range(0, count, _BLOCKS_OF_A_THREAD)]
+
+
+def _runs(packed: Tensor, first: int, last: int, *, signed: bool) -> Iterator[tuple[Coder, CodeRun, int]]:
+    """Iterate over blocks of a packed tensor: a coder, a run of blocks for it, and the index of its first element."""
     coders: dict[int, Coder] = {}
-    blocks = blocks_of(packed)
-    for number, run in enumerate(blocks.runs(0, blocks.scales.numel(), _BLOCKS_AT_ONCE)):
+    for number, run in enumerate(blocks_of(packed).runs(first, last, _BLOCKS_AT_ONCE)):
         count = run.scales.numel()
         if count not in coders:
             coders[count] = Coder(count, packed.device, signed=signed)
-        yield coders[count], run, number * _BLOCKS_AT_ONCE * BLOCK
+        yield coders[count], run, (first + number * _BLOCKS_AT_ONCE) * BLOCK

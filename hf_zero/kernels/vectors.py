@@ -7,15 +7,20 @@ preserved on average (Gupta et al. 2015, arXiv 1502.02551).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from threading import Barrier
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 CPU_CHUNK_NUMEL = 1 << 17  # per thread: 512 KiB of fp32 scratch stay in cache, with a call overhead below 1%
 DEVICE_CHUNK_NUMEL = 1 << 26
+_Part = TypeVar("_Part")
 _DROPPED_BITS = 16  # bf16 keeps 7 of fp32's 23 mantissa bits
 
 
@@ -86,6 +91,41 @@ def chunks(numel: int, device: torch.device, times: int = 1) -> list[tuple[int, 
     """(start, length) pairs that cover `numel` elements."""
     step = chunk_numel(device, times)
     return [(start, min(step, numel - start)) for start in range(0, numel, step)]
+
+
+def on_threads(work: Callable[[_Part], object], parts: Sequence[_Part], device: torch.device) -> None:
+    """Call `work` on each part. On a CPU as many threads as PyTorch has take the parts in turn, each running its
+    operations alone.
+
+    For kernels of many operations on data in cache, some of which PyTorch runs on one thread only. Where each operation
+    is split among threads, those wait for one another, busily, after every one of them.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1 or len(parts) < 2:
+        for part in parts:
+            work(part)
+        return
+
+    def alone(part: _Part) -> None:
+        with torch.no_grad():  # a setting of each thread
+            work(part)
+
+    for _ in _workers(threads).map(alone, parts):
+        pass
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(threads, "hf_zero_kernel", lambda: torch.set_num_threads(1))
+    begun = Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(begun.wait)
+    begun.wait()
+    torch.set_num_threads(threads)  # for threads that begin later; the workers and this thread keep their own number
+    return pool
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
 
 
 def scratch_like(device: torch.device, numel: int, times: int = 1) -> Tensor:
