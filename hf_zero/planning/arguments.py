@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="LoRA on all linear layers (none)")
     training.add_argument(
-        "--base-bits", type=int, choices=[4], default=0, help="with --lora-rank: the base in 4 bit (QLoRA)"
+        "--base-bits", type=int, choices=[4, 8], default=0, help="with --lora-rank: a base in 4 bit (QLoRA) or 8 bit"
     )
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
     training.add_argument(
@@ -164,7 +164,7 @@ def check_at_once(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     if arguments.lora_rank > 0 and importlib.util.find_spec("peft") is None:
         parser.error("--lora-rank: LoRA needs peft, which is not installed. Run pip install peft")
     if arguments.base_bits and not arguments.lora_rank:
-        parser.error("--base-bits: only a base that is not trained is in 4 bit. Give --lora-rank R, too")
+        parser.error("--base-bits: only a base that is not trained is quantized. Give --lora-rank R, too")
     if arguments.base_bits and arguments.measure:
         parser.error("--base-bits: --measure runs models with random weights, which are not quantized. Leave out one")
 

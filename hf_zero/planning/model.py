@@ -31,10 +31,11 @@ from hf_zero.tiling.functions import TiledMLPs, dense_mlps
 from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
 
 _VOCABULARY = 32_000
-_OF_BASE = (
-    "base in 4 bit: as bitsandbytes stores all linear layers except the head, with scales in fp32 on every rank "
-    "(bnb_4bit_use_double_quant: a quarter of these), computed with in the dtype of the training"
-)
+_OF_BASE = {
+    4: "base in 4 bit: as bitsandbytes stores all linear layers except the head, with scales in fp32 on every rank "
+    "(bnb_4bit_use_double_quant: a quarter of these)",
+    8: "base in 8 bit: as bitsandbytes stores all linear layers except the head, which keep their inputs for backward",
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -194,7 +195,7 @@ def load_model(
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
-    notes = (*[note] * bool(count), *[_OF_BASE] * bool(base_bits))
+    notes = (*[note] * bool(count), *([_OF_BASE[base_bits]] if base_bits else []))
     sizes = tensor_size, expert_size, base_bits
     return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, *sizes)
 
@@ -366,7 +367,7 @@ def _build(
         if tensor_size > 1 or expert_size > 1:
             rule = "ranks cannot share quantized matrices or experts; stage 3 shards them"
             raise ConfigError(Problem("--base-bits", base_bits, rule, "leave it out, or set the sizes of groups to 1"))
-        pack_base(model)
+        pack_base(model, base_bits)
     try:
         if tensor_size > 1:
             cut_model(model, AbsentRanks(tensor_size))

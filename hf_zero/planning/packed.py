@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bit, on the meta device: what bitsandbytes stores, gathers, computes and keeps."""
+"""Linear layers with weights in 4 or 8 bit, on the meta device: what bitsandbytes stores, gathers and computes."""
 
 from __future__ import annotations
 
@@ -8,57 +8,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.precision import is_packed, tensors_of
+from hf_zero.precision import is_packed, mark_packed, tensors_of
 
-BITS = 4
-_BLOCK = 64  # weights with a common scale in fp32
+_BLOCK = 64  # weights in 4 bit with a common scale in fp32; in 8 bit those of a row have one
 
 
-def pack_base(model: nn.Module) -> None:
-    """Replace the layers that have LoRA adapters (all linear ones except the head) by layers in 4 bit."""
+def pack_base(model: nn.Module, bits: int) -> None:
+    """Replace the layers that have LoRA adapters (all linear ones except the head) by layers in 4 or 8 bit."""
     for module in list(model.modules()):
         base = getattr(module, "base_layer", None)
         if type(base) is nn.Linear:
-            module.base_layer = PackedLinear(base)
+            module.base_layer = PackedLinear(base, bits)
+    mark_packed(model)
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer whose weight has two codes per byte, and scales beside it."""
+    """A frozen linear layer whose weight consists of codes, with scales beside it."""
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, bits: int) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        numel = plain.weight.numel()
-        weight: Any = nn.Parameter(
-            torch.empty(-(-numel * BITS // 8), 1, dtype=torch.uint8, device="meta"), requires_grad=False
-        )
-        weight.quant_state = SimpleNamespace(
-            absmax=torch.empty(-(-numel // _BLOCK), device="meta"), shape=plain.weight.shape
-        )
-        self.weight, self.bias = weight, plain.bias
+        self.weight = (_in_4_bit if bits == 4 else _in_8_bit)(plain.weight)
+        self.bias = plain.bias
+        self._keeps_inputs = bits == 8
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Linear.apply(x, self.weight, self.out_features)
+        out: Tensor = _Linear.apply(x, self.weight, self.out_features, self._keeps_inputs)
         return out if self.bias is None else out + self.bias
 
 
+def _in_4_bit(plain: Tensor) -> nn.Parameter:
+    """Two codes per byte."""
+    weight: Any = _codes(torch.empty(-(-plain.numel() // 2), 1, dtype=torch.uint8, device="meta"))
+    absmax = torch.empty(-(-plain.numel() // _BLOCK), device="meta")
+    weight.quant_state = SimpleNamespace(absmax=absmax, shape=plain.shape)
+    return weight  # type: ignore[no-any-return]
+
+
+def _in_8_bit(plain: Tensor) -> nn.Parameter:
+    weight: Any = _codes(torch.empty(plain.shape, dtype=torch.int8, device="meta"))
+    weight.SCB = torch.empty(len(plain), device="meta")
+    return weight  # type: ignore[no-any-return]
+
+
+def _codes(codes: Tensor) -> nn.Parameter:
+    return nn.Parameter(codes, requires_grad=False)
+
+
 class _Linear(torch.autograd.Function):
-    """Like bitsandbytes' `MatMul4Bit`: dequantizes in forward and again in backward, and keeps the codes alone."""
+    """Like bitsandbytes' `MatMul4Bit` and `MatMul8bitLt`: dequantizes in forward and again in backward, and keeps the
+    codes; in 8 bit the inputs, too, although only a trained weight would need them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, outputs: int) -> Tensor:
-        ctx.save_for_backward(codes)
+    def forward(ctx: Any, x: Tensor, codes: Tensor, outputs: int, keeps_inputs: bool) -> Tensor:
+        ctx.save_for_backward(codes, *[x] * keeps_inputs)
         ctx.outputs = outputs
         return nn.functional.linear(x, _dequantized(codes, outputs, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (codes,) = ctx.saved_tensors
-        return gradient @ _dequantized(codes, ctx.outputs, gradient.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient @ _dequantized(ctx.saved_tensors[0], ctx.outputs, gradient.dtype), None, None, None
 
 
 def _dequantized(codes: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-    return codes.expand(-1, 8 // BITS).to(dtype).view(outputs, -1)
+    wide = codes if codes.dtype == torch.int8 else codes.expand(-1, 2)
+    return wide.to(dtype).reshape(outputs, -1)
 
 
 def num_weights(parameter: Tensor) -> int:

@@ -21,9 +21,9 @@ from hf_zero.offload.memory_estimate import StateSizes, estimate_memory
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.memory import STATES, OptimizerSize, Setting, rank_memory, trained_specs
 from hf_zero.planning.model import load_model, trace
-from hf_zero.precision import is_packed
+from hf_zero.precision import is_packed, tensors_of
 from tests.planning.material import config_folder
-from tests.support.packed import PackedLinear, quantise
+from tests.support.packed import EightBitLinear, PackedLinear, eight_bit, quantise
 from tests.support.ranks import run_ranks
 
 WAYS = (Candidate(0), Candidate(1), Candidate(2), Candidate(3), Candidate(3, "nvme"), Candidate(3, "nvme", "nvme"))
@@ -165,15 +165,15 @@ def test_the_ratio_of_offloaded_states() -> None:
     assert 0.5 <= found.host["optimizer"] / (3 * model.num_parameters) < 0.75, "whole buckets"
 
 
-def engines_in_4_bit(rank: int, folder: str) -> list[tuple[dict[str, int], int]]:
+def engines_on_codes(rank: int, folder: str, bits: int) -> list[tuple[dict[str, int], int]]:
     found = []
     for stage in (2, 3):
         torch.manual_seed(0)
-        model = packed_model(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).bfloat16())
+        model = packed_model(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).bfloat16(), bits)
         peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
         groups = [{**each, "params": [p for p in each["params"] if p.requires_grad]} for each in _groups(peft)]
         engine, *_ = initialize(model=peft, model_parameters=groups, config=filled(Candidate(stage), folder, "bf16"))
-        scales = [p.quant_state.absmax.nbytes for p in engine.module.parameters() if is_packed(p)]
+        scales = [tensors_of(p)[1].nbytes for p in engine.module.parameters() if is_packed(p)]
         tokens = torch.zeros(1, 16, dtype=torch.long)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -182,21 +182,23 @@ def engines_in_4_bit(rank: int, folder: str) -> list[tuple[dict[str, int], int]]
     return found
 
 
-def packed_model(model: Any) -> Any:
-    """With all linear layers except the head in 4 bit."""
+def packed_model(model: Any, bits: int) -> Any:
+    """With all linear layers except the head in 4 or 8 bit."""
+    layer, codes = (PackedLinear, quantise) if bits == 4 else (EightBitLinear, eight_bit)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name != "lm_head":
-            linear = PackedLinear(module.in_features, module.out_features, bias=False)
-            linear.weight = quantise(module.weight)
+            linear = layer(module.in_features, module.out_features, bias=False)
+            linear.weight = codes(module.weight)
             model.set_submodule(name, linear)
     return model
 
 
-def test_a_base_in_4_bit_is_that_of_engines_to_the_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_base_is_that_of_engines_to_the_byte(bits: int, tmp_path: Path) -> None:
     """`plan 70b --lora-rank 16` only knew bases in 16 bit, for which stage 2 needed 140 GB per rank instead of 41."""
     folder = config_folder(tmp_path)
-    [measured, _] = run_ranks(engines_in_4_bit, 2, folder)
-    model = load_model(folder, "bf16", lora_rank=4, base_bits=4)
+    [measured, _] = run_ranks(engines_on_codes, 2, folder, bits)
+    model = load_model(folder, "bf16", lora_rank=4, base_bits=bits)
     plain = load_model(folder, "bf16", lora_rank=4)
     assert model.whole == plain.whole and model.num_parameters == plain.num_parameters
     traced = trace(model, micro_batch=1, length=16, checkpointing=False)
