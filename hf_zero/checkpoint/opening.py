@@ -54,7 +54,7 @@ def view_of_part(
         folders: the result of `find`.
         groups: names and shapes of the expected optimizer groups, with the shapes of this rank's parts; needed for the
             optimizer state of a stage 0 checkpoint of DeepSpeed, which has no names.
-        cuts: how the model's parameters are split; empty without tensor parallelism.
+        cuts: how the parameters are split of which files have parts; empty without tensor parallelism.
         part: (index of this rank's parts of the weights, number of ranks that hold all parts).
 
     Raises:

@@ -44,7 +44,7 @@ from hf_zero.checkpoint.files.torch_file import plain, why_unreadable
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.comm import Collectives, hosts
-from hf_zero.comm.parts import whole_value
+from hf_zero.comm.parts import held_part, shape_in_files
 from hf_zero.layout.reshard import (
     Copy,
     Extent,
@@ -515,13 +515,13 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
         module=module,
         buffer_names=[name for name in module if name in buffers],
         shared={} if sharded and rank else aliases,
-        frozen_shapes={name: subject.file_shape(parameter) for name, parameter in frozen.items()},
+        frozen_shapes={name: shape_in_files(parameter) for name, parameter in frozen.items()},
         frozen=None
         if exclude_frozen and not frozen
         else {name: _fragment(values[name], rank, world) if sharded else values[name] for name in frozen},
         affine_maps=affine_maps(
-            cuts_of(subject.module, in_files=True),
-            {name: subject.file_shape(parameter) for name, parameter in subject.module.named_parameters()},
+            cuts_of(subject.module),
+            {name: shape_in_files(parameter) for name, parameter in subject.module.named_parameters()},
         ),
     )
 
@@ -540,9 +540,10 @@ def _extra_states(subject: ModelSubject) -> dict[str, Any]:
 
 def _file_value(subject: ModelSubject, parameter: torch.nn.Parameter) -> Tensor:
     """A frozen parameter in the form of the files. Collective for experts."""
-    if subject.groups.of(parameter) is subject.groups:
+    part = held_part(parameter)
+    if part is None or not part.is_mixed:
         return parameter if of(parameter) is not None else parameter.detach()
-    return whole_value(parameter, parameter.detach()).cpu()
+    return part.joined(parameter.detach()).cpu()
 
 
 def _fragment(parameter: Tensor, rank: int, world: int) -> Tensor:

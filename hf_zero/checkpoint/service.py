@@ -22,7 +22,7 @@ from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of_part
 from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.subject import ModelSubject, Subject
-from hf_zero.checkpoint.tensor_ranks import cuts_of
+from hf_zero.checkpoint.tensor_ranks import cuts_of, in_parts, mixed_cuts_of
 from hf_zero.checkpoint.transaction import Destination, holds_states, leftovers, tag_folders, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, enter, get_local_rank, hosts, ledger
@@ -277,9 +277,12 @@ def _refuse_to_guess(root: Path) -> None:
 def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest) -> LoadPlan:
     shapes = subject.group_shapes() if isinstance(subject, Subject) else None
     groups, wants_states = subject.groups, request.optimizer and isinstance(subject, Subject)
-    held = groups.of_parts or groups
-    part = held.model_rank, held.model_size
+    part = groups.model_rank, groups.model_size
     view = view_of_part(folders, shapes, cuts_of(subject.module), part, with_optimizer=wants_states)
+    mixed = mixed_cuts_of(subject.module)
+    if mixed:
+        _, place = groups.place_of(groups.world.ranks[groups.world.rank])
+        view = in_parts(view, mixed, place, with_optimizer=wants_states)
     return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
 
 

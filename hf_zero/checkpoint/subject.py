@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.comm import ParallelGroups
-from hf_zero.comm.parts import held_part, whole_shape
+from hf_zero.comm.parts import held_part, shape_in_files
 from hf_zero.config import Resolved
 from hf_zero.config.schema.checkpoint import Checkpoint
 from hf_zero.config.schema.zero import Zero
@@ -59,10 +59,7 @@ class ModelSubject:
     @property
     def file_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the trained parameters in files, where experts of all ranks are joined."""
-        return [self.file_shape(parameter) for parameter in self.store.parameters] if self.store is not None else []
-
-    def file_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        return whole_shape(parameter) if self.groups.of(parameter) is not self.groups else tuple(parameter.shape)
+        return [shape_in_files(parameter) for parameter in self.store.parameters] if self.store is not None else []
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """Parameters that are not trained, by their first name."""
@@ -115,7 +112,7 @@ class Subject(ModelSubject):
 
     def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Names and shapes of every optimizer group in the files, in the group's own order."""
-        names, shapes = self.names, self.shapes
+        names, shapes = self.names, self.file_shapes
         return [{names[index]: shapes[index] for index in group} for group in self.filled_groups().values()]
 
     def extents(self, rank: int) -> Iterator[Extent]:

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.deepspeed.tensor_parts import SavedParts, saved_parts
 from hf_zero.checkpoint.extra_states import FIX
 from hf_zero.checkpoint.files.stream import Between, Parts, Streamed, span
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Elements
-from hf_zero.comm.parts import held_part
+from hf_zero.comm.parts import held_part, part_of_model
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
@@ -29,11 +29,16 @@ from hf_zero.layout.cuts import Cut
 _WHOLE = "start from whole weights (save_16bit_model, save_model)"
 
 
-def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
-    """Return how the parameters are split that this rank holds parts of, by name; `in_files`: only parameters that
-    files also store in parts (not experts)."""
+def cuts_of(module: nn.Module) -> dict[str, Cut]:
+    """Return how the parameters are split that files store in parts, by name."""
+    parts = ((name, part_of_model(parameter)) for name, parameter in module.named_parameters())
+    return {name: part.cut for name, part in parts if part is not None}
+
+
+def mixed_cuts_of(module: nn.Module) -> dict[str, Cut]:
+    """Return how parameters are split that files have joined (experts), by name; `shape` is that in the files."""
     parts = ((name, held_part(parameter)) for name, parameter in module.named_parameters())
-    return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
+    return {name: part.cut for name, part in parts if part is not None and part.is_mixed}
 
 
 def saved_parts_of(view: CheckpointView) -> SavedParts | None:

@@ -5,6 +5,7 @@ Calls on different channels need not have the same order on all ranks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -189,8 +190,7 @@ class ParallelGroups:
     def place_of(self, rank: int) -> tuple[int, int]:
         """(shard, part) that a global rank holds of parameters with separate groups."""
         assert self.of_parts is not None, "only called if there are some"
-        mesh = self.of_parts.mesh
-        return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
+        return group_of(rank, self.of_parts.mesh.shard).index(rank), group_of(rank, self.mesh.mixed).index(rank)
 
     def along(self, name: str) -> Collectives:
         """The ranks that differ from this one along a dimension; only itself if the mesh does not have it."""
@@ -413,9 +413,12 @@ class ProgramGroups(ABC):
         world = this_process().size
         beside = agreeing(world, others)
         if size < 1 or len(beside[0]) % size:
+            sizes = [size, *(len(each.groups[0]) for each in others)]
+            names = [f"ranks per {cls.group_name}", *(f"ranks along {each.name}" for each in others)]
+            equation = " x ".join(["data ranks", *(names if others else [cls.size_name])])
             raise WrongArgument(
-                f"world size = data ranks x {cls.size_name} does not hold: {world} != n x {size}; start a multiple of "
-                f"{size} ranks, or give a size that divides {world}"
+                f"world size = {equation} does not hold: {world} != {' x '.join(['n', *map(str, sizes)])}; start a "
+                f"multiple of {math.prod(sizes)} ranks, or give {cls.size_name} such that it holds"
             )
         return cls(tuple(group for ranks in beside for group in consecutive(ranks, size)))
 

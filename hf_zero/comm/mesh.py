@@ -208,6 +208,11 @@ class Mesh:
         return self._along(each.groups for each in self.dimensions if each.weights == "parts")
 
     @property
+    def mixed(self) -> Partition:
+        """Ranks that hold all parts of what they mix (`Dimension.weights`), and the same parts of everything else."""
+        return self._along(each.groups for each in self.dimensions if each.weights == "mixed")
+
+    @property
     def data(self) -> Partition:
         """Ranks that see different samples, which count for the batch size."""
         return agreeing(len(self.hosts.of_rank), (each for each in self.dimensions if each.samples != "own"))

@@ -197,7 +197,8 @@ class MuonUpdater(Updater):
         """This rank's part of a matrix that must be assembled first; None: no other part is needed, as of a batch that
         is split between matrices."""
         part = self._peers.part_of(parameter)
-        return None if part is None or (len(part.cut.shape) == 3 and part.cut.dim == 0) else part
+        is_batch = part is not None and len(part.cut.shape) == 3 and part.cut.dim == 0
+        return part.across if part is not None and is_batch else part
 
     @staticmethod
     def _apply(sub_group: SubGroup, piece: Piece, update: Tensor, lr: float, weight_decay: float) -> None:

@@ -307,9 +307,9 @@ def check_sizes(training: Training, ranks: int) -> None:
     if ranks % experts:
         rule = f"world size = data ranks x expert_parallel.autoep_size does not hold: {ranks} != n x {experts}"
         raise ConfigError(Problem("--expert-parallel", experts, rule, "give a divisor of the number of ranks"))
-    if experts > 1 and training.sequence_parallel > 1:
-        rule = "experts and sequences exchange messages in different groups, and a plan counts only one of them"
-        raise ConfigError(Problem("--expert-parallel", experts, rule, "plan with only one of the two"))
+    if experts > 1 and training.neighbours > 1:
+        rule = "experts, matrices and sequences exchange messages in different groups, and a plan counts one of them"
+        raise ConfigError(Problem("--expert-parallel", experts, rule, "plan with only one of them"))
 
 
 # The user's ds.json

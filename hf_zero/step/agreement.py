@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import ParallelGroups, ledger
-from hf_zero.comm.parts import held_part
+from hf_zero.comm.parts import part_of_model
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.errors import WrongMoment
 from hf_zero.grads.bucket import BucketGradients
@@ -225,7 +225,7 @@ class Agreement:
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
         offset = mine.start if bucket.owns_all else 0
         for piece in bucket.bucket.pieces(mine):
-            if held_part(self._store.parameters[piece.parameter]) is not None:
+            if part_of_model(self._store.parameters[piece.parameter]) is not None:
                 start = offset + piece.in_shard
                 total += bucket.reduced.squares(Interval(start, start + piece.numel)).to(total.device)
         return total

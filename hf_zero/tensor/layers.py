@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states
 
 from hf_zero.comm import Collectives, uncompiled
-from hf_zero.comm.parts import held_part
+from hf_zero.comm.parts import part_of_model
 
 # Differentiable communication that combines results of parts of a matrix.
 #
@@ -218,8 +218,8 @@ def check_random_states(model: nn.Module, tokens: Tensor) -> None:
     Raises:
         ValueError: if they differ: ranks would continue different texts, and wait for each other where one ends.
     """
-    parts = (held_part(parameter) for parameter in model.parameters())
-    group = next((part.group for part in parts if part is not None and not part.is_mixed), None)
+    parts = (part_of_model(parameter) for parameter in model.parameters())
+    group = next((part.group for part in parts if part is not None), None)
     if group is None:
         return
     _, states = get_device_states(tokens)

@@ -26,7 +26,6 @@ def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
     ("more", "named"),
     [
         ({"zero_optimization": {"stage": 0}}, "stage 0"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"hf_zero": {"shard_group": 1}}, "a shard group of 1: .* 1 != n x 2"),
         ({"hf_zero": {"shard_group": 2}, "sequence_parallel_size": 2}, "a shard group of 2: .* 2 != n x 4"),
     ],
@@ -34,7 +33,7 @@ def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"expert parallelism is not supported with .*{named}"):
         _resolved({"enabled": True, "autoep_size": 2}, **more)
-    assert _resolved({"enabled": False, "autoep_size": 2}, **more).section(ExpertParallel).size == 1
+    assert _resolved({"enabled": False, "autoep_size": 2}, **more).section(ExpertParallel).width == 1
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,6 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) 
         ("num_limited_groups", 1),
         ("load_balance_coeff", 0.1),
         ("comm_backend", "deepep"),
-        ("expert_tensor_parallel_size", 2),
     ],
 )
 def test_keys_that_would_change_results_are_refused(key: str, value: Any) -> None:
@@ -58,10 +56,32 @@ def test_keys_that_would_change_results_are_refused(key: str, value: Any) -> Non
         _resolved({"enabled": True, "autoep_size": 2, key: value})
 
 
+def _group(autoep: int, cut: int, tensor: int) -> int:
+    """Ranks per expert group."""
+    section = {"enabled": True, "autoep_size": autoep, "expert_tensor_parallel_size": cut}
+    told = _resolved(section, tensor_parallel={"autotp_size": tensor})
+    return int(told.section(ExpertParallel).over(told.tensor_size))
+
+
+def test_ranks_of_tensor_groups_are_among_those_that_hold_all_experts() -> None:
+    """As in DeepSpeed: autoep_size x expert_tensor_parallel_size ranks hold all experts, with or without tensor groups
+    among them."""
+    assert [_group(4, 1, 1), _group(4, 1, 2), _group(2, 2, 2), _group(2, 1, 2), _group(1, 1, 2)] == [4, 2, 2, 1, 1]
+    with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size = ranks per tensor group .* 2 != 1"):
+        _group(2, 2, 1)
+    with pytest.raises(ConfigError, match=r"= n x ranks per tensor group does not hold: 3 != n x 2"):
+        _group(3, 1, 2)
+
+
+def test_a_tensor_group_that_holds_all_experts_sends_no_tokens() -> None:
+    told = _resolved({"enabled": True, "autoep_size": 2}, tensor_parallel={"autotp_size": 2})
+    assert any("no tokens are sent" in str(warning) for warning in (*told.warnings, *told.notes))
+
+
 def test_all_other_keys_are_accepted() -> None:
     names = {"preset_model": "mixtral", "moe_layer_pattern": "mlp", "router_pattern": "gate", "expert_w3": None}
     told = _resolved({"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "gate_up_impl": "fused", **names})
-    assert told.section(ExpertParallel).size == 2
+    assert told.section(ExpertParallel).width == 2
     with pytest.raises(ConfigError, match="autoep_sise"):
         _resolved({"enabled": True, "autoep_sise": 2})
 

@@ -31,12 +31,13 @@ def _config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
+def _by_trainer(rank: int, stage: int, folder: str, tensor: int = 1) -> dict[str, Any]:
     """The model is saved at the end, and evaluated once before."""
+    experts, cut = {"enabled": True, "autoep_size": 2 * tensor}, {"autotp_size": tensor}
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
-        deepspeed=_config(stage, expert_parallel={"enabled": True, "autoep_size": 2}),
+        deepspeed=_config(stage, expert_parallel=experts, tensor_parallel=cut),
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         max_grad_norm=CLIP,
@@ -61,13 +62,17 @@ def _by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
     return {"norms": norms, "evaluated": evaluated}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_trainer(stage: int, tmp_path: Path) -> None:
-    """The weights come from `from_pretrained`, at stage 3 under zero.Init, and the saved model is complete."""
+@pytest.mark.parametrize(
+    ("stage", "tensor"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
+def test_trainer(stage: int, tensor: int, tmp_path: Path) -> None:
+    """The weights come from `from_pretrained`, at stage 3 under zero.Init, and the saved model is complete. Ranks of a
+    tensor group see the same samples."""
     model = model_of("deepseek")  # without a router loss, of which Trainer takes the sum over ranks
     model.save_pretrained(tmp_path / "first")
     plain = in_one_process(model, batches(WORLD * STEPS), together=WORLD)
-    told = run_ranks(_by_trainer, WORLD, stage, str(tmp_path), timeout_s=280)
+    told = run_ranks(_by_trainer, WORLD * tensor, stage, str(tmp_path), tensor, timeout_s=280)
     for each in told:
         assert each["norms"] == pytest.approx(plain.norms, abs=1e-4)  # as rounded in the log
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "last")

@@ -38,12 +38,12 @@ def config_of(kind: str) -> PreTrainedConfig:
     }
     if kind == "qwen3":
         return Qwen3MoeConfig(
-            **common, head_dim=8, num_experts=EXPERTS, moe_intermediate_size=12, norm_topk_prob=True,
+            **common, head_dim=8, num_experts=EXPERTS, moe_intermediate_size=16, norm_topk_prob=True,
             output_router_logits=True, router_aux_loss_coef=0.1, mlp_only_layers=[],
         )  # fmt: skip
     if kind == "deepseek":  # a dense layer first, a shared expert, groups of experts
         return DeepseekV3Config(
-            **common, n_routed_experts=EXPERTS, n_group=2, topk_group=1, moe_intermediate_size=12, n_shared_experts=1,
+            **common, n_routed_experts=EXPERTS, n_group=2, topk_group=1, moe_intermediate_size=16, n_shared_experts=1,
             first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
             v_head_dim=8,
         )  # fmt: skip

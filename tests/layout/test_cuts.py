@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from hf_zero.comm import LoneCollectives
-from hf_zero.comm.parts import HeldPart
+from hf_zero.comm.parts import HeldPart, held_part, keep_part, part_of_model, shape_in_files, whole_shape
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.tensor.adapters import even
@@ -64,3 +65,42 @@ def test_elements_of_the_whole_lie_in_parts(cut: Cut, data: st.DataObject) -> No
     stop = data.draw(st.integers(start, whole.numel()))
     found = [parts[rank][run.start : run.stop] for rank, run in cut.in_parts(start, stop)]
     assert torch.cat([whole.new_empty(0), *found]).tolist() == list(range(start, stop))
+
+
+class _Absent(LoneCollectives):
+    """One of two ranks, without the other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank, self.size = rank, 2
+
+
+def test_a_part_of_a_part() -> None:
+    """Experts: features are cut first, then experts. Files have the same features of all experts."""
+    shape = (4, 6, 5)
+    whole = torch.arange(math.prod(shape)).view(shape).float()
+    found = []
+    for tensor in range(2):
+        for expert in range(2):
+            parameter = nn.Parameter(whole.clone())
+            keep_part(parameter, HeldPart(_Absent(tensor), Cut(shape, 1, even(6, 2, packed=3))))
+            assert part_of_model(parameter) is held_part(parameter) and shape_in_files(parameter) == (4, 3, 5)
+            keep_part(parameter, HeldPart(_Absent(expert), Cut((4, 3, 5), 0, even(4, 2)), is_mixed=True))
+            part = held_part(parameter)
+            assert part is not None and part.across is not None and tuple(parameter.shape) == (2, 3, 5)
+            assert torch.equal(part.of(whole), parameter)
+            assert part_of_model(parameter) is part.outer and shape_in_files(parameter) == (4, 3, 5)
+            assert whole_shape(parameter) == part.shape == shape and part.across.shape == (2, 6, 5)
+            assert torch.equal(part.across.of(whole[2 * expert : 2 * expert + 2]), parameter)
+            found += parameter.flatten().tolist()
+    assert sorted(found) == whole.flatten().tolist()
+
+
+def test_parts_that_cannot_be_divided_again() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    keep_part(parameter, HeldPart(_Absent(0), Cut((4, 6), 0, even(4, 2))))
+    with pytest.raises(ValueError, match=r"two groups of ranks would divide dimension 0 of a parameter \(4, 6\)"):
+        keep_part(parameter, HeldPart(_Absent(0), Cut((2, 6), 0, even(2, 2))))
+    keep_part(parameter, HeldPart(_Absent(0), Cut((2, 6), 1, even(6, 2)), is_mixed=True))
+    with pytest.raises(ValueError, match="has already distributed this model's experts"):
+        keep_part(parameter, HeldPart(_Absent(0), Cut((2, 3), 0, even(2, 2))))

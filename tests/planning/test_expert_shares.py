@@ -128,8 +128,8 @@ def test_a_ds_json_says_how_many(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--expert-parallel 3", "world size = data ranks x expert_parallel.autoep_size does not hold: 8 != n x 3"),
-        ("--expert-parallel 8 --gpus-per-node 16 --sequence-parallel 2", "a plan counts only one of them"),
-        ("--expert-parallel 2 --tensor-parallel 2", "is not supported with tensor_parallel.autotp_size"),
+        ("--expert-parallel 8 --gpus-per-node 16 --sequence-parallel 2", "a plan counts one of them"),
+        ("--expert-parallel 2 --tensor-parallel 2", "a plan counts one of them"),
         ("--expert-parallel 16 --gpus-per-node 16", "experts = ranks x experts per rank does not hold: 8 != 16 x n"),
     ],
 )

@@ -69,7 +69,11 @@ def config_of(product: Product) -> dict[str, Any]:
         "zero_optimization": zero,
         "tensor_parallel": {"autotp_size": int(chosen["tensor"])},
         "sequence_parallel_size": int(chosen["sequence"]),
-        "expert_parallel": {"enabled": chosen["expert"] != "1", "autoep_size": int(chosen["expert"])},
+        "expert_parallel": {
+            "enabled": chosen["expert"] != "1",
+            "autoep_size": int(chosen["expert"]),
+            "expert_tensor_parallel_size": int(chosen["tensor"]) if chosen["expert"] != "1" else 1,
+        },
         "hf_zero": own,
         "log_level": "error",
     }

@@ -143,6 +143,14 @@ def test_experts_over_ranks(world: int, tmp_path: Path) -> None:
     _check(world, "experts", configs)
 
 
+@pytest.mark.lengthy
+def test_parts_of_experts_over_ranks(tmp_path: Path) -> None:
+    """Ranks of a tensor group put parts of some experts' matrices together, without those of other experts."""
+    sizes = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 4}}
+    places = [(1, "at hand"), (3, "nvme")]
+    _check(4, "experts", {f"{s} {p}": {"zero_optimization": _zero(s, p, tmp_path), **sizes} for s, p in places})
+
+
 def run_refused(rank: int) -> list[str]:
     said = []
     for make in (

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.features import Extra, OwnSection
-from hf_zero.config.rules import Advice, Rule
+from hf_zero.config.rules import RANKS, Advice, Ranks, Rule
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
+from hf_zero.config.schema.parallel import TensorParallel
 from hf_zero.config.schema.zero import GroupSize
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _SENT = (
     "per token and layer of experts a rank sends 4 x experts per token x hidden_size elements, forward and backward, "
     "in addition to the traffic of parameters, which counts experts as if they were sharded with the rest"
 )
+_CUT = "experts are cut like other matrices, over the ranks of a tensor group (tensor_parallel.autotp_size)"
 _EXCHANGED = "rows are sent by one all-to-all in each direction"
 
 
@@ -36,18 +38,30 @@ def _routed(default: Any, doc: str) -> Any:
 
 
 def _not_in_one_group(
-    _: int, experts: ExpertParallel, sequence_size: int, mics: int, group: GroupSize, stage: int
+    _: int, experts: ExpertParallel, sequence_size: int, mics: int, group: GroupSize, stage: int, ranks: Ranks
 ) -> object:
-    shard, parts = mics if mics > 0 else group, experts.size * sequence_size
-    breaks = experts.size > 1 and stage > 0 and isinstance(shard, int) and shard % parts != 0
+    size = experts.over(ranks.tensor_size)
+    shard, parts = mics if mics > 0 else group, size * sequence_size
+    breaks = size > 1 and stage > 0 and isinstance(shard, int) and shard % parts != 0
     return breaks and {"shard": shard, "parts": parts}
+
+
+def _cut_otherwise(size: int, experts: ExpertParallel, ranks: Ranks) -> object:
+    return experts.enabled and size not in (1, ranks.tensor_size) and {"tensor": ranks.tensor_size}
+
+
+def _not_in_tensor_groups(_: int, experts: ExpertParallel, ranks: Ranks) -> object:
+    breaks = experts.width > 1 and experts.width % ranks.tensor_size != 0
+    return breaks and {"width": experts.width, "tensor": ranks.tensor_size}
 
 
 class ExpertParallel(Section):
     """Experts are distributed over ranks, and tokens are sent to them (docs/experts.md)."""
 
     enabled: Flag = supported(False, "Distribute experts over groups of autoep_size ranks.")
-    autoep_size: Positive = supported(1, "Consecutive ranks that together hold all experts.", unit="ranks")
+    autoep_size: Positive = supported(
+        1, "Consecutive ranks that together hold all experts, whole tensor groups among them.", unit="ranks"
+    )
     preset_model: str | None = _seen("Known model family.")
     moe_layer_pattern: str | None = _seen("Names of layers with experts.")
     expert_pattern: str | None = _seen("Name of their experts.")
@@ -73,11 +87,11 @@ class ExpertParallel(Section):
     comm_num_sm: Positive = ignored(12, "For DeepEP.", why=_EXCHANGED, met=True)
     comm_qp_margin: Any = ignored(4, "For DeepEP.", why=_EXCHANGED, met=True)
     comm_max_tokens_per_rank: Any = ignored(0, "For DeepEP.", why=_EXCHANGED, met=True)
-    expert_tensor_parallel_size: Positive = unsupported(
-        1, "Tensor parallelism of experts.", why="each rank holds whole experts; raise autoep_size instead"
+    expert_tensor_parallel_size: Positive = supported(
+        1, "1, or autotp_size: so many times autoep_size ranks together hold all experts.", unit="ranks"
     )
     validate_folding_routing: Flag = ignored(
-        False, "Compare routing between tensor ranks.", why="experts and tensor groups cannot be combined", met=True
+        False, "Compare routing between tensor ranks.", why="they route the same values with the same router", met=True
     )
     route_norm: Flag | None = _routed(None, "Normalize the weights of a token's experts.")
     route_scale: Any = _routed(1.0, "Scale them.")
@@ -90,14 +104,18 @@ class ExpertParallel(Section):
     load_balance_coeff: Any = _routed(None, "Loss of the router (DeepSpeed refuses it, too).")
 
     @property
-    def size(self) -> int:
+    def width(self) -> int:
         """Number of ranks that together hold all experts."""
-        return self.autoep_size if self.enabled else 1
+        return self.autoep_size * self.expert_tensor_parallel_size if self.enabled else 1
+
+    def over(self, tensor_size: int) -> int:
+        """Number of ranks per expert group: those of `width` with the same parts of matrices."""
+        return max(1, self.width // tensor_size)
 
     rules = (
         Rule(
-            keys=(PATH, "expert_parallel", "zero_optimization.stage"),
-            broken=lambda _, experts, stage: experts.size > 1 and stage == 0,
+            keys=(PATH, "expert_parallel", "zero_optimization.stage", RANKS),
+            broken=lambda _, experts, stage, ranks: experts.over(ranks.tensor_size) > 1 and stage == 0,
             rule="expert parallelism is not supported with stage 0: rank 0 would have to save the states of all ranks; "
             "stage 1 sends as many bytes",
             fix="set zero_optimization.stage to 1, 2 or 3",
@@ -110,31 +128,49 @@ class ExpertParallel(Section):
                 "zero_optimization.mics_shard_size",
                 "hf_zero.shard_group",
                 "zero_optimization.stage",
+                RANKS,
             ),
             broken=_not_in_one_group,
             rule="expert parallelism is not supported with a shard group of {shard}: ranks per shard group = n x "
-            "autoep_size x sequence_parallel_size does not hold: {shard} != n x {parts}",
+            "ranks per expert group x sequence_parallel_size does not hold: {shard} != n x {parts}",
             fix="use a larger shard group, which contains all experts",
         ),
         Rule(
-            keys=(PATH, "expert_parallel", "tensor_parallel.autotp_size"),
-            broken=lambda _, experts, size: experts.size > 1 and size > 1,
-            rule="expert parallelism is not supported with tensor_parallel.autotp_size: its ranks would send the same "
-            "tokens twice",
-            fix="use one of the two",
+            keys=("expert_parallel.expert_tensor_parallel_size", "expert_parallel", RANKS),
+            broken=_cut_otherwise,
+            rule=f"{_CUT}: expert_tensor_parallel_size = ranks per tensor group does not hold: "
+            "{expert_tensor_parallel_size} != {tensor}",
+            fix="leave it out, or set tensor_parallel.autotp_size to the same number",
         ),
-        Advice(keys=(PATH, "expert_parallel"), applies=lambda _, experts: experts.size > 1, text=_SENT),
+        Rule(
+            keys=(PATH, "expert_parallel", RANKS),
+            broken=_not_in_tensor_groups,
+            rule=f"{_CUT}: autoep_size x expert_tensor_parallel_size = n x ranks per tensor group does not hold: "
+            "{width} != n x {tensor}",
+            fix="give a multiple of {tensor}",
+        ),
+        Advice(
+            keys=(PATH, "expert_parallel", RANKS),
+            applies=lambda _, experts, ranks: experts.over(ranks.tensor_size) > 1,
+            text=_SENT,
+        ),
+        Advice(
+            keys=(PATH, "expert_parallel", RANKS),
+            applies=lambda _, experts, ranks: experts.width == ranks.tensor_size > 1 and {"width": experts.width},
+            text=f"{_CUT}, which together hold all of them: no tokens are sent. For expert groups of N ranks besides, "
+            "set it to N x {width}",
+        ),
     )
 
 
 def expert_size(config: Root) -> int:
-    """Number of ranks that together hold all experts; 1 without expert parallelism."""
-    return config.section(ExpertParallel).size
+    """Number of ranks that together hold all experts, or the same parts of all experts; 1: each holds them."""
+    return config.section(ExpertParallel).over(max(1, config.section(TensorParallel).autotp_size))
 
 
 def _experts(config: Root) -> ExpertParallel | None:
     section = config.section(ExpertParallel)
-    return section if section.size > 1 else None
+    return section if section.width > 1 else None
 
 
 EXTRA = Extra(

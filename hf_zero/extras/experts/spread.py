@@ -12,6 +12,10 @@ Tokens are sent to the ranks of their experts, and the outputs are sent back:
 Backward sends the gradients of both in the reverse directions. Per token, a rank sends 2 x experts per token rows of
 hidden_size elements in forward and as many in backward, as far as the experts are on other ranks, plus the counts in
 forward. `ExpertGroups` defines the ranks that together hold all experts; each of them processes its own samples.
+
+With tensor parallelism, matrices of experts are cut like others before: each rank of a tensor group holds a part of
+the same experts, and sends its copy of the same tokens to ranks with the same parts. The sums over the tensor group
+around a layer of experts (`hf_zero.tensor.shard`) then give whole outputs and gradients.
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ from torch import Tensor, nn
 
 from hf_zero.comm import (
     Collectives,
+    Mesh,
     ParallelGroups,
     Partition,
     ProgramGroups,
-    across,
     group_of,
     local_device,
     torch_group,
     uncompiled,
 )
-from hf_zero.comm.parts import HeldPart, keep_part
+from hf_zero.comm.parts import HeldPart, held_part, keep_part
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.extras.experts import PATH, ExpertParallel
 from hf_zero.layout import Interval
@@ -177,6 +181,9 @@ def _check(name: str, module: Any, size: int) -> None:
     for own, parameter in module.named_parameters(recurse=False):
         if not parameter.is_floating_point():
             raise ValueError(f"{name}.{own} has dtype {parameter.dtype}: load the model without quantization_config")
+        part = held_part(parameter)
+        if part is not None and part.cut.dim == 0:
+            raise ValueError(f"{name}.{own}: the model's tp_plan divides its experts over the ranks of a tensor group")
 
 
 @torch.no_grad()
@@ -238,6 +245,12 @@ class ExpertGroups(ProgramGroups):
         together all experts                   2 3
         the same experts                     0   2
         everything else                      0 1 2 3    shards of the states
+
+    world 8, and 2 per tensor group   rank 0 1 | 2 3 | 4 5 | 6 7
+        parts of the same matrices             2 3      the same samples
+        together all experts                 0   2      and the same parts of matrices
+        the same parts of the same experts       2           6
+        everything else                      0   2     4     6
     """
 
     name = "expert"
@@ -245,6 +258,7 @@ class ExpertGroups(ProgramGroups):
     weights = "mixed"
     group_name = "expert group"
     size_name = PATH
+    _alike: Partition  # ranks with the same parts of the same experts
 
     @classmethod
     def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> ExpertGroups | None:
@@ -253,16 +267,17 @@ class ExpertGroups(ProgramGroups):
 
     @classmethod
     def size_in(cls, resolved: Resolved) -> int:
-        return resolved.section(ExpertParallel).size
+        return resolved.section(ExpertParallel).over(resolved.tensor_size)
+
+    def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
+        parts = mesh.of_parts()
+        assert parts is not None, "experts are mixed"
+        self._alike = parts.same_weights
+        super().belong_to(engine, beside, mesh)
 
     get_expert_parallel_group = ProgramGroups.own_group
     get_expert_parallel_world_size = ProgramGroups.own_size
     get_expert_parallel_rank = ProgramGroups.own_rank
-
-    @property
-    def _alike(self) -> Partition:
-        """Ranks with the same experts."""
-        return across(self.partition)
 
     def get_expert_data_parallel_group(self) -> Any:
         """The torch process group of ranks with the same experts. Collective at first use."""
@@ -279,13 +294,11 @@ class ExpertGroups(ProgramGroups):
         """Keep only each rank's experts of `model`. Collective.
 
         Raises:
-            ConfigError: if the experts cannot be distributed, or another dimension of the mesh splits weights, too.
+            ConfigError: if the experts cannot be distributed.
         """
-        assert asked is not None, "only called if the config enables it"
-        parts = [each.name for each in groups.mesh.dimensions if each.weights == "parts"]
+        if asked is None:  # a tensor group holds all experts
+            return
         try:
-            if parts:
-                raise ValueError(f"expert parallelism is not supported with {', '.join(parts)} parallelism yet")
             spread(model, groups.along(cls.name), local_device())
         except ValueError as error:
             fix = "give another size, or remove expert_parallel"

@@ -28,7 +28,7 @@ def left_to_engine(distributed_config: Any) -> Any:
     cut = {name: size for name in ("tp_size", "pp_size") if (size := getattr(distributed_config, name, 1)) > 1}
     if cut and distributed_config.tp_plan != {}:
         rule = "beside a ds.json transformers does not cut the rest of the model"
-        fix = "leave it out; tensor_parallel.autotp_size in the ds.json cuts matrices, without experts over ranks"
+        fix = "leave it out; tensor_parallel.autotp_size in the ds.json cuts matrices, those of experts among them"
         raise ConfigError(Problem("DistributedConfig", cut, rule, fix))
     config = type(distributed_config)()
     setattr(config, _ASKED, distributed_config.ep_size)
