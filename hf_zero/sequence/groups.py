@@ -21,8 +21,9 @@ from hf_zero.comm import (
 )
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config import ConfigError, Problem
+from hf_zero.config.extras import loaded
 from hf_zero.errors import WrongArgument
-from hf_zero.features import unwrapped
+from hf_zero.features import DIMENSIONS, unwrapped
 from hf_zero.sequence.shared import shares_sequences
 
 _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
@@ -116,10 +117,17 @@ class SequenceGroups(ProgramGroups):
         return 0
 
 
-def make_groups(size: int) -> SequenceGroups:
-    """Create groups of `size` ranks that share sequences; torch may have initialized the process group. Collective."""
+def make_groups(size: int, model: Any = None) -> SequenceGroups:
+    """Create groups of `size` ranks that share sequences; torch may have initialized the process group. Collective.
+
+    Args:
+        model: its ranks share sequences; where a program wants other parallelism for it (`tp_model_init`), among those
+            with the same place along these dimensions. Default: consecutive ranks.
+    """
     init_distributed()
-    SequenceGroups.made = SequenceGroups.of_size(size)
+    kinds: list[type[ProgramGroups]] = [loaded(where) for where in DIMENSIONS] if model is not None else []
+    others = [kind.given(model, None, None) for kind in kinds if kind is not SequenceGroups]
+    SequenceGroups.made = SequenceGroups.of_size(size, [each.dimension for each in others if each is not None])
     return SequenceGroups.made
 
 

@@ -26,7 +26,8 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceGroups | None:
-        """Let groups of `sequence_parallel_size` consecutive ranks share sequences. Collective; may be called again.
+        """Let groups of `sequence_parallel_size` ranks share sequences: consecutive ones, or where `tp_model_init` has
+        marked the model, consecutive ones among those that will hold the same parts. Collective; may be called again.
 
         Args:
             model_name_or_path: a transformers model, which PEFT may wrap; or its name, in which case the model passed
@@ -61,7 +62,7 @@ class UlyssesSPAttentionHF:
             check_model(unwrapped(model), sequence_parallel_size)
         if core_attn_implementation is not None:
             _check_attention(model, core_attn_implementation)
-        groups = make_groups(sequence_parallel_size)
+        groups = make_groups(sequence_parallel_size, model)
         groups.skips_evaluation = disable_in_eval
         if model is not None:
             collectives = collectives_for(local_device(), Channel.LAYERS, groups.partition)

@@ -117,6 +117,13 @@ def _tensor(rank: int, folder: str, world: int) -> dict[str, Any]:
     found |= _in_a_loop(TENSOR, world // 2)
     clean()
     _before_the_model(samples(7))
+    if world > 2:  # evaluated on whole sequences, which tensor groups of two ranks share
+        shared = {"parallelism_config": parallelism(world // 2)}
+        clean()
+        found |= {f"sequences, {name}": value for name, value in _under_trainer(
+            Path(folder) / "sequences", config_of(**TENSOR), world // 2, **shared
+        ).items()}  # fmt: skip
+        found |= _in_a_loop(TENSOR, world // 2, **shared)
     return found
 
 

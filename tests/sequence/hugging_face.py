@@ -16,9 +16,11 @@ from tests.sequence.training import RATE, Batch, Trained, batches, model_of, wei
 from tests.support.models import Samples
 
 
-def parallelism(size: int, data_ranks: int = 1) -> ParallelismConfig:
+def parallelism(size: int, data_ranks: int = 1, **sizes: int) -> ParallelismConfig:
     handler = DeepSpeedSequenceParallelConfig()
-    return ParallelismConfig(sp_size=size, dp_shard_size=data_ranks, sp_backend="deepspeed", sp_handler=handler)
+    return ParallelismConfig(
+        sp_size=size, dp_shard_size=data_ranks, sp_backend="deepspeed", sp_handler=handler, **sizes
+    )
 
 
 def by_trainer(
@@ -70,12 +72,25 @@ def by_trainer(
     return Trained(losses, weights_of(trainer.model)), trainer
 
 
-def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int = 1) -> Trained:
-    """The loop of accelerate's page on sequence parallelism."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
+def by_accelerator(
+    rows: list[Batch], *, stage: int, size: int, data_ranks: int = 1, tensor: int = 1, **sizes: int
+) -> Trained:
+    """The loop of accelerate's page on sequence parallelism.
+
+    Args:
+        tensor: `autotp_size`.
+        sizes: others in the ParallelismConfig.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "tensor_parallel": {"autotp_size": tensor},
+    }
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=parallelism(size, data_ranks))
-    model = model_of("llama")
+    shared = parallelism(size, data_ranks, **sizes)
+    model = model_of("llama")  # before stage 3 is configured, which would partition it
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, parallelism_config=shared)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Samples(rows), batch_size=2))
     from deepspeed.utils import groups
@@ -97,7 +112,7 @@ def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses, weights_of(model.module))
+    return Trained(losses, model.module_state_dict())
 
 
 def rows_of(number: int) -> list[Batch]:

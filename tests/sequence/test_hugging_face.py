@@ -129,6 +129,11 @@ def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:
     assert "give dp_shard_size=2 beside it" in str(caught.value)
     accelerator.parallelism_config = parallelism(2, data_ranks=2)
     fill_autos(accelerator, torch.nn.Linear(2, 2))
+    config["tensor_parallel"] = {"autotp_size": 2}
+    with pytest.raises(ConfigError, match="x sp_size x tensor_parallel.autotp_size does not hold: 4 != 1 x 2 x 2 x 2"):
+        fill_autos(accelerator, torch.nn.Linear(2, 2))
+    accelerator.parallelism_config = parallelism(2)
+    fill_autos(accelerator, torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("name", "fix"), [("tp_size", '"autotp_size": 2'), ("cp_size", "give sp_size=2")])
@@ -147,20 +152,6 @@ def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=rf"ParallelismConfig\.{name} = 2") as caught:
         fill_autos(accelerator, torch.nn.Linear(2, 2))
     assert fix in str(caught.value)
-
-
-def test_tensor_groups_beside_shared_sequences() -> None:
-    """accelerate would give one batch to two ranks of a sequence, and another one to their tensor-parallel groups."""
-    config = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
-    accelerator = SimpleNamespace(
-        deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
-        gradient_accumulation_steps=1,
-        num_processes=4,
-        parallelism_config=parallelism(2, data_ranks=2),
-        _dataloaders=[],
-    )
-    with pytest.raises(ConfigError, match=r"(?s)ParallelismConfig.sp_size = 2.* to tensor groups or to ranks"):
-        fill_autos(accelerator, torch.nn.Linear(2, 2))
 
 
 def test_who_says_how_many_ranks_share_sequences() -> None:

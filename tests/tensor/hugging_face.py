@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
+from tests.sequence.hugging_face import parallelism
 from tests.support.models import Samples
 from tests.tensor.training import CLIP, RATE, Batch, Trained, config_with, model_of
 
 
-def by_trainer(
+def by_trainer(rows: list[Batch], folder: Path, **options: Any) -> Trained:
+    """`run_trainer` with these options; the model is saved at the end."""
+    return trained_by(run_trainer(rows, folder, **options))
+
+
+def run_trainer(
     rows: list[Batch],
     folder: Path,
     *,
@@ -24,16 +31,20 @@ def by_trainer(
     resume: Path | None = None,
     accumulated: int = 1,
     tensor: int = 2,
+    sequence: int = 1,
     per_device: int = 2,
     model: nn.Module | None = None,
     **more: Any,
-) -> Trained:
-    """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
+) -> Trainer:
+    """With "auto" batch sizes, and a checkpoint after every second update."""
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     model = model or model_of("llama")  # before stage 3 is configured, which would partition it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     config = config_with(stage, tensor, zero_optimization=zero) | dict.fromkeys(keys, "auto")
     options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
+    if sequence > 1:
+        world = int(os.environ["WORLD_SIZE"])
+        options["parallelism_config"] = parallelism(sequence, world // (tensor * sequence))
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -53,9 +64,14 @@ def by_trainer(
     )
     trainer = Trainer(model, arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    trainer.save_model(str(folder / "saved"))
-    assert trainer.model_wrapped.train_batch_size() == per_device * arguments.world_size * accumulated
+    assert trainer.model_wrapped.train_batch_size() == per_device * arguments.world_size // sequence * accumulated
+    return trainer
+
+
+def trained_by(trainer: Trainer) -> Trained:
+    """What a Trainer has logged, and the weights; saves the model in the folder "saved". Collective."""
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    trainer.save_model(str(Path(str(trainer.args.output_dir)) / "saved"))
     return Trained(
         [entry["loss"] for entry in logged],
         [entry["grad_norm"] for entry in logged],

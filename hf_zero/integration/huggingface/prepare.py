@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from hf_zero.features import Progress, TrainingFeature
 from hf_zero.integration.engine.engine import initialize
 from hf_zero.integration.huggingface.engine_choice import stepped_aside
 from hf_zero.integration.huggingface.experts import write_asked_experts
-from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
+from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size, tensor_size
+from hf_zero.tensor.groups import tp_model_init
 
 
 def object_problems(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:
@@ -123,13 +125,60 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
         stepped_aside("Accelerator._prepare_deepspeed", error)
         return
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
-    problems += _other_ranks(accelerator)
+    problems += _other_ranks(accelerator, config)
     problems += _other_parallelism(accelerator, config)
     findings = examine(config, views)
     problems += findings.problems
     if problems:
         raise ConfigError(problems)
     write_back(config, findings, drop=True)
+
+
+def mark_cut(accelerator: Any, model: nn.Module) -> None:
+    """Mark a model that will be cut and share sequences, as Trainer does with `tp_model_init`.
+
+    accelerate makes the groups of ranks that share sequences before the engine: without the mark, of ranks that it
+    deals the same batches to.
+    """
+    size = tensor_size(accelerator.deepspeed_plugin.deepspeed_config)
+    if size > 1 and sequence_size(getattr(accelerator, "parallelism_config", None), {}) is not None:
+        tp_model_init(model, size, dtype=None)
+
+
+@contextmanager
+def counting_each_rank(accelerator: Any) -> Iterator[None]:
+    """Context in which the ranks of a tensor group count for `dp_shard_size` where ranks share sequences: accelerate
+    computes `train_batch_size` from it, which counts a sample once for each rank that sees it."""
+    parallelism: Any = getattr(accelerator, "parallelism_config", None)
+    size = tensor_size(accelerator.deepspeed_plugin.deepspeed_config)
+    if size == 1 or sequence_size(parallelism, {}) is None:
+        yield
+        return
+    with _changed(parallelism, "dp_shard_size", parallelism.dp_shard_size * size):
+        yield
+
+
+@contextmanager
+def leaving_cuts_to_the_engine(accelerator: Any) -> Iterator[None]:
+    """Context in which accelerate does not prepare tensor parallelism by itself, with DTensors, if the `tp_size` of a
+    ParallelismConfig is that of the config; another size is an error (`fill_autos`)."""
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    size = getattr(parallelism, "tp_size", None) or 1
+    if size == 1 or size != tensor_size(accelerator.deepspeed_plugin.deepspeed_config):
+        yield
+        return
+    with _changed(parallelism, "tp_size", 1):
+        yield
+
+
+@contextmanager
+def _changed(thing: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
 
 
 def show_filled(plugin: Any) -> None:
@@ -190,33 +239,31 @@ def keep_adalora_gradients(prepared: Iterable[Any]) -> None:
             engine.training_features.add(AdaloraGradients(engine))
 
 
-def _other_ranks(accelerator: Any) -> Iterator[Problem]:
+def _other_ranks(accelerator: Any, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of a ParallelismConfig, by which accelerate counts samples, that does not fit the ranks."""
     parallelism, world = getattr(accelerator, "parallelism_config", None), accelerator.num_processes
-    size = sequence_size(parallelism, {})
-    if parallelism is None or size is None or world % size:
+    size, tensor = sequence_size(parallelism, {}), tensor_size(config)
+    if parallelism is None or size is None or world % (size * tensor):
         return  # the latter is reported separately
     replicas, shards = parallelism.dp_replicate_size, parallelism.dp_shard_size
-    if replicas * shards * size != world:
-        equation = f"{world} != {replicas} x {shards} x {size}"
-        rule = f"world size = dp_replicate_size x dp_shard_size x sp_size does not hold: {equation}"
-        yield Problem("ParallelismConfig.sp_size", size, rule, f"give dp_shard_size={world // size} beside it")
+    if replicas * shards * size * tensor != world:
+        names, equation = "dp_replicate_size x dp_shard_size x sp_size", f"{world} != {replicas} x {shards} x {size}"
+        if tensor > 1:
+            names, equation = f"{names} x tensor_parallel.autotp_size", f"{equation} x {tensor}"
+        rule = f"world size = {names} does not hold: {equation}"
+        fix = f"give dp_shard_size={world // (size * tensor)} beside it"
+        yield Problem("ParallelismConfig.sp_size", size, rule, fix)
 
 
 def _other_parallelism(accelerator: Any, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of other ParallelismConfig sizes, by which accelerate distributes batches regardless of the engine."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     tensor, context = (getattr(parallelism, name, None) or 1 for name in ("tp_size", "cp_size"))
-    own = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
+    own = tensor_size(config)
     if tensor > 1 and tensor != own:
         rule = f"a model is cut by tensor_parallel.autotp_size in the config, which is {own}; ranks would hold the same"
         fix = f'write "tensor_parallel": {{"autotp_size": {tensor}}} in the config, and leave tp_size out'
         yield Problem("ParallelismConfig.tp_size", tensor, rule, fix)
-    shared = sequence_size(parallelism, {}) or 1
-    if shared > 1 and isinstance(own, int) and own > 1:
-        rule = "accelerate deals batches to tensor groups or to ranks that share sequences, not to both"
-        fix = "keep one of the two, or call deepspeed.initialize with a loader of your own (docs/tensor_parallelism.md)"
-        yield Problem("ParallelismConfig.sp_size", shared, rule, fix)
     if context > 1:
         rule = "accelerate has context parallelism for FSDP alone"
         fix = f'give sp_size={context} and sp_backend="deepspeed" in its place (Ulysses)'

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from hf_zero.comm.mirror import initialize_mesh_device
+from hf_zero.integration.huggingface.views import tensor_size
 
 
 def ranks_per_sample() -> int:
@@ -22,9 +23,8 @@ def note_groups(accelerator: Any) -> None:
     """Tell accelerate about tensor groups before it distributes batches, even before a model is prepared."""
     if accelerator.distributed_type != "DEEPSPEED" or hasattr(accelerator.state, "ds_device_mesh"):
         return
-    config = accelerator.deepspeed_plugin.deepspeed_config
-    size = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
-    if isinstance(size, int) and size > 1:
+    size = tensor_size(accelerator.deepspeed_plugin.deepspeed_config)
+    if size > 1:
         accelerator.state.ds_device_mesh = initialize_mesh_device((size,), ("tp",))
 
 

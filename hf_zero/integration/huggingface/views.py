@@ -203,6 +203,12 @@ def sequence_size(parallelism: Any, environment: Mapping[str, str]) -> int | Non
     return size if isinstance(size, int) and size > 1 else None
 
 
+def tensor_size(config: Mapping[str, Any]) -> int:
+    """Ranks per tensor group in ds.json; 1 without tensor parallelism, or if the value is not a number."""
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
+    return max(1, size) if isinstance(size, int) else 1
+
+
 def is_dummy(thing: Any, name: str) -> bool:
     """Whether this is accelerate's dummy class of that name."""
     return type(thing).__name__ == name and hasattr(thing, "kwargs")

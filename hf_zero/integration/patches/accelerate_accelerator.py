@@ -26,9 +26,12 @@ from hf_zero.integration.huggingface.engine_choice import (
     raise_both,
 )
 from hf_zero.integration.huggingface.prepare import (
+    counting_each_rank,
     fill_autos,
     is_schedule,
     keep_adalora_gradients,
+    leaving_cuts_to_the_engine,
+    mark_cut,
     parameters_of,
     prepare_each,
     show_filled,
@@ -73,7 +76,7 @@ def around_prepare(original: Function, self: Any, *args: Any, device_placement: 
         return result if len(things) > 1 else (result,)
 
     several = sum(isinstance(thing, nn.Module) for thing in new) > 1
-    with _forgotten_if_refused(self):
+    with _forgotten_if_refused(self), leaving_cuts_to_the_engine(self):
         prepared = iter((prepare_each(self, new, prepare_some) if several else prepare_some(new)) if new else ())
     result = tuple(thing if is_kept else next(prepared) for thing, is_kept in zip(args, stays, strict=True))
     return result if len(result) > 1 else result[0]
@@ -128,12 +131,14 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
         fill_autos(self, model, args)
     except ConfigError as error:
         _refuse(self, error, lambda: original(self, *args))
+    mark_cut(self, model)
     if any(_is_new_optimizer(thing) for thing in args):
         _give_up_engines_of(self, model)
     # accelerate only keeps the first engine, and warns; here a second model's loss finds its engine.
     earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
     try:
-        result = original(self, *args)
+        with counting_each_rank(self):
+            result = original(self, *args)
     except BaseException:
         self.deepspeed_engine_wrapped = earlier
         raise

@@ -53,7 +53,7 @@ def note_tokens(trainer: Any, batches: Sequence[Any], device: Any) -> None:
     everywhere = trainer.args.average_tokens_across_devices
     groups = trainer.model_wrapped.groups
     (groups.world if everywhere else groups.sample).sum_small(counted)
-    vars(trainer)[_NOTED] = counted / (groups.data.size if everywhere else 1)
+    vars(trainer)[_NOTED] = counted / (groups.data.size * groups.ranks_per_sample if everywhere else 1)
 
 
 def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""Tensor x sequence parallelism with an unmodified Trainer and Accelerator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from tests.mesh.under_trainer import adapters, by_trainer, compared
+from tests.support.launch import ROOT, launch
+from tests.support.ranks import run_ranks
+from tests.tensor.training import model_of
+
+TOLERANCE = 1e-5
+
+
+def _four_ranks(rank: int, folder: str, stages: Collection[int]) -> dict[str, float]:
+    return compared(Path(folder), stages)
+
+
+def too_large(found: dict[str, float]) -> dict[str, float]:
+    assert found
+    return {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
+
+
+def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """A user wanted `autotp_size` with `sp_size`: accelerate takes neighbours for the ranks that share a sequence, but
+    deals the same batches to neighbours under tensor parallelism. Sequences are now shared across tensor groups."""
+    for found in run_ranks(_four_ranks, 4, str(tmp_path), (2,), init=False):
+        assert too_large(found) == {}
+
+
+@pytest.mark.slow
+def test_four_ranks_of_a_launcher_at_every_stage(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": str(ROOT)}
+    launch(
+        ROOT / "tests/mesh/under_trainer.py", [tmp_path], processes=4, environment=environment, timeout_s=300
+    ).check()
+    for rank in range(4):
+        assert too_large(json.loads((tmp_path / f"found-{rank}.json").read_text())) == {}
+
+
+def _eight_ranks(rank: int, folder: str, stage: int) -> dict[str, float]:
+    return by_trainer(Path(folder), stage, model_of("llama"), data_ranks=2)
+
+
+@pytest.mark.slow
+def test_two_data_ranks_of_two_parts_of_sequences_and_matrices(tmp_path: Path) -> None:
+    for found in run_ranks(_eight_ranks, 8, str(tmp_path), 3, init=False, timeout_s=240):
+        assert too_large(found) == {}
+
+
+def _with_adapters(rank: int, folder: str) -> dict[str, float]:
+    return adapters(Path(folder), (2, 3))
+
+
+@pytest.mark.slow
+def test_lora(tmp_path: Path) -> None:
+    for found in run_ranks(_with_adapters, 4, str(tmp_path), init=False):
+        assert too_large(found) == {}
