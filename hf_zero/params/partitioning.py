@@ -190,16 +190,17 @@ def unpartition(module: nn.Module) -> None:
     for parameter in module.parameters():
         handle = of(parameter)
         if handle is not None:
-            _make_plain(handle)
+            make_plain(handle)
 
 
 def shard_anew(handle: ShardedParameter, groups: ParallelGroups) -> ShardedParameter:
     """Reshard a parameter that is sharded over other ranks than those of `groups`. Collective."""
-    _make_plain(handle)
+    make_plain(handle)
     return shard_parameter(handle.parameter, groups, broadcast=False)
 
 
-def _make_plain(handle: ShardedParameter) -> None:
+def make_plain(handle: ShardedParameter) -> None:
+    """Turn a sharded parameter back into a plain one. Collective."""
     if handle.owner is not None:
         handle.owner.release()
     handle.show(handle.parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])

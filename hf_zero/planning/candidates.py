@@ -191,15 +191,12 @@ class Training:
         words += [f"--{self.precision} true"] if self.precision != "fp32" else []
         return " ".join(words + ["--gradient_checkpointing true"] * candidate.checkpointing)
 
-    def more_words(self, candidate: Candidate, ranks: int) -> tuple[str, ...]:
+    def more_words(self, ranks: int) -> tuple[str, ...]:
         """What the script needs in addition to the flags."""
-        words = []
-        if self.sequence_parallel > 1:
-            mesh = f"sp_size={self.sequence_parallel}, dp_shard_size={self.data_ranks(ranks)}"
-            words.append(f'and pass ParallelismConfig({mesh}, sp_backend="deepspeed") to TrainingArguments')
-        if self.tensor_parallel > 1 and candidate.stage == 3:
-            words.append("and create the model before TrainingArguments, because it must be whole before it is cut")
-        return tuple(words)
+        if self.sequence_parallel == 1:
+            return ()
+        mesh = f"sp_size={self.sequence_parallel}, dp_shard_size={self.data_ranks(ranks)}"
+        return (f'and pass ParallelismConfig({mesh}, sp_backend="deepspeed") to TrainingArguments',)
 
 
 def with_batch(training: Training, micro: int | None, steps: int | None, total: int | None, ranks: int) -> Training:

@@ -68,7 +68,7 @@ def _answer(plan: RankedPlans) -> Iterator[str]:
     yield f"<p>Use <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
     yield f"{_flags(chosen.training.flags(chosen.candidate))} and this ds.json:</p>"
     yield f"<pre>{escape(config_text(chosen.config))}</pre>"
-    for words in (*chosen.training.more_words(chosen.candidate, plan.hardware.ranks), chosen_batch(plan)):
+    for words in (*chosen.training.more_words(plan.hardware.ranks), chosen_batch(plan)):
         yield f"<p>{escape(words)}</p>" if words else ""
 
 

@@ -287,7 +287,7 @@ def show_choice(
     console.print(f"\n[bold]{name}[/], ds.json:")
     console.print(escape(config_text(config)), soft_wrap=True)
     console.print(f"start the script with {escape(training.flags(candidate))}", soft_wrap=True)
-    for words in training.more_words(candidate, hardware.ranks):
+    for words in training.more_words(hardware.ranks):
         console.print(escape(words), soft_wrap=True)
 
 
@@ -416,7 +416,7 @@ def as_dict(plan: RankedPlans) -> dict[str, Any]:
         "candidates": [_as_dict(each, plan) for each in plan.estimates],
         "chosen": None if plan.chosen is None else plan.chosen.candidate.name,
         "flags": None if plan.chosen is None else training.flags(plan.chosen.candidate),
-        "needs": [] if plan.chosen is None else list(training.more_words(plan.chosen.candidate, hardware.ranks)),
+        "needs": [] if plan.chosen is None else list(training.more_words(hardware.ranks)),
         "config": None if plan.chosen is None else plan.chosen.config,
         "reasons": reasoning(plan),
         "batch": chosen_batch(plan),

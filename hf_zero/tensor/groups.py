@@ -60,11 +60,12 @@ class TensorGroups(ProgramGroups):
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: TensorGroups | None) -> None:
         """Cut `model` for its tensor group. Collective."""
         if asked is not None:
+            from hf_zero.params.partitioning import shard_parameter
             from hf_zero.tensor.layers import check_first_batch
             from hf_zero.tensor.shard import shard_model
 
             group = groups.along(cls.name)
-            shard_model(model, group, local_device())
+            shard_model(model, group, local_device(), lambda part: shard_parameter(part, groups, broadcast=False))
             check_first_batch(model, group)
 
     get_tensor_model_parallel_group = get_model_parallel_group = ProgramGroups.own_group

@@ -15,6 +15,8 @@ from hf_zero.comm.parts import HeldPart, held_part, keep_part, whole_shape
 from hf_zero.features import text_config, unwrapped
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
+from hf_zero.params.partitioning import make_plain
+from hf_zero.params.store import of
 from hf_zero.tensor import layers
 from hf_zero.tensor.adapters import (
     Heads,
@@ -136,9 +138,15 @@ _GROUPED = 8  # grouped matrix products of experts need rows of multiples of 16 
 _OUTPUTS = ("o_proj", "dense", "out_proj")  # names of output projections of attention
 
 
-def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> None:
-    """Cut `model`, which is whole on every rank, with the values of the group's first rank. Does nothing if it is
-    already cut. Collective. Parameters and modules stay the same objects.
+def shard_model(
+    model: nn.Module, group: Collectives, device: torch.device, reshard: Callable[[nn.Parameter], object] | None = None
+) -> None:
+    """Cut `model` with the values of the group's first rank. Does nothing if it is already cut. Collective. Parameters
+    and modules stay the same objects.
+
+    Args:
+        reshard: shards a part over the ranks that hold it. Parameters sharded by `zero.Init` are gathered, cut and
+            sharded again one after the other; those that are not cut stay as they are. Default: parts stay whole.
 
     Raises:
         ValueError: if it cannot be cut for this number of ranks.
@@ -152,7 +160,7 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
         return
     plan = _plan_for(model)
     _send_values(model, group, device)
-    _cut(model, plan, group)
+    _cut(model, plan, group, reshard)
     cut = [name for name, parameter in model.named_parameters() if held_part(parameter) is not None]
     logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
 
@@ -172,9 +180,14 @@ def _plan_for(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
+def _cut(
+    model: nn.Module,
+    plan: dict[str, str],
+    group: Collectives,
+    reshard: Callable[[nn.Parameter], object] | None = None,
+) -> None:
     base = unwrapped(model)
-    _Sharder(base, plan, group).run()
+    _Sharder(base, plan, group, reshard).run()
     if all(held_part(parameter) is None for parameter in model.parameters()):
         raise ValueError(
             f"the tensor-parallel plan of {type(base).__name__} cuts nothing: it names {', '.join(sorted(plan))}, but "
@@ -211,11 +224,10 @@ def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> 
                 f"tensor parallelism needs floating-point weights, but {name} has dtype {parameter.dtype}: load the "
                 "model without quantization_config, or remove tensor_parallel.autotp_size"
             )
-        if parameter.is_meta or hasattr(parameter, "ds_id"):
-            raise ValueError(
-                "tensor parallelism needs a model with whole weights: build it outside deepspeed.zero.Init (with "
-                "Trainer at stage 3: make the model before TrainingArguments), and not on the meta device"
-            )
+        if of(parameter) is not None:
+            continue  # sharded by zero.Init, with the same values on all ranks
+        if parameter.is_meta:
+            raise ValueError(f"tensor parallelism needs a model with weights, but {name} is on the meta device")
         values = parameter.data.to(device).contiguous()
         group.broadcast([values])
         parameter.data.copy_(values)
@@ -224,9 +236,16 @@ def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> 
 class _Sharder:
     """Applies a plan to a model once."""
 
-    def __init__(self, model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: dict[str, str],
+        group: Collectives,
+        reshard: Callable[[nn.Parameter], object] | None,
+    ) -> None:
         self._model = model
         self._group = group
+        self._reshard = reshard
         self._modules = modules_in(model)
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         self._tied = {id(p) for p in model.parameters() if uses[id(p)] > 1}
@@ -467,7 +486,12 @@ class _Sharder:
             layers.row_parallel(layer, self._group, sizes)
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
+        handle = of(parameter)
+        if handle is not None:
+            make_plain(handle)
         keep_part(parameter, HeldPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
+        if handle is not None and self._reshard is not None:
+            self._reshard(parameter)
 
 
 def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,14 @@ def run_trainer(
     tensor: int = 2,
     sequence: int = 1,
     per_device: int = 2,
-    model: nn.Module | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
     **more: Any,
 ) -> Trainer:
-    """With "auto" batch sizes, and a checkpoint after every second update."""
+    """With "auto" batch sizes, and a checkpoint after every second update.
+
+    Args:
+        model: or a function that makes it after the arguments, as scripts do.
+    """
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     model = model or model_of("llama")  # before stage 3 is configured, which would partition it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
@@ -62,6 +67,8 @@ def run_trainer(
         disable_tqdm=True,
         **options,
     )
+    if not isinstance(model, nn.Module):
+        model = model()
     trainer = Trainer(model, arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     assert trainer.model_wrapped.train_batch_size() == per_device * arguments.world_size // sequence * accumulated

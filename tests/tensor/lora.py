@@ -28,9 +28,13 @@ def lora(kind: str, **more: Any) -> LoraConfig:
 
 def adapted(kind: str, config: PeftConfig | None = None, **more: Any) -> nn.Module:
     """`model_of(kind)` with LoRA (`more`: in its config) or another adapter, with the same values on all ranks."""
-    model = model_of(kind)
+    return around(model_of(kind), config or lora(kind, **more))
+
+
+def around(model: nn.Module, config: PeftConfig) -> nn.Module:
+    """`model` with an adapter, which has the same values in every call."""
     torch.manual_seed(8)
-    found: nn.Module = get_peft_model(model, config or lora(kind, **more))  # type: ignore[arg-type]
+    found: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     return with_noise(found)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_zero
@@ -14,6 +15,7 @@ from tests.integration.flows import clean
 from tests.sequence.training import packed
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
+from tests.tensor.lora import adapted, around, lora
 from tests.tensor.training import Batch, Trained, batches, by_tokens, in_one_process, model_of, padded
 
 
@@ -48,6 +50,36 @@ def against_one_process(
     model = model_of(kind)
     found = by_trainer(rows, folder, stage=stage, accumulated=accumulated, model=model, save_strategy="no")
     return largest_difference(found, plain)
+
+
+LOADED = ("llama", "mixtral")  # whose experts are stored one by one
+
+
+def _loaded(rank: int, folder: str) -> dict[str, float]:
+    found, root = {}, Path(folder)
+    for kind in LOADED:
+        rows = padded(3)
+
+        def load(folder: Path = root / kind) -> nn.Module:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+            return model.train()
+
+        plain = by_tokens(model_of(kind), rows, together=1)
+        found[kind] = largest_difference(by_trainer(rows, root / kind, stage=3, model=load, save_strategy="no"), plain)
+        clean()
+    plain = by_tokens(adapted("mixtral"), rows, together=1)
+    trained = by_trainer(rows, root, stage=3, model=lambda: around(load(), lora("mixtral")), save_strategy="no")
+    found["LoRA"] = largest_difference(trained, plain)
+    return found
+
+
+def test_models_that_are_loaded_after_the_arguments(tmp_path: Path) -> None:
+    """A script parsed TrainingArguments with stage 3 and `autotp_size` before `from_pretrained`, as transformers' own
+    scripts do: transformers refused to convert weights, and hf_zero to cut what `zero.Init` had sharded."""
+    for kind in LOADED:
+        model_of(kind).save_pretrained(tmp_path / kind)
+    for found in run_ranks(_loaded, 2, str(tmp_path), init=False):
+        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 
-from hf_zero.tensor import layers
+from hf_zero.comm.parts import held_part
+from hf_zero.params import partitioning
+from hf_zero.params.store import of
+from hf_zero.tensor import layers, shard
 from tests.support.ranks import run_ranks
 from tests.tensor.training import RATE, batches, compare, config_with, model_of
 from tests.tiling.test_models import small
@@ -44,6 +48,29 @@ def test_four_ranks_train_as_one_process() -> None:
 @pytest.mark.parametrize(("tensor", "world"), [(2, 2), (4, 4), (2, 4)])
 def test_every_kind_trains_as_one_process(kind: str, tensor: int, world: int) -> None:
     _check(tensor, world, (kind,), (0, 1, 2, 3), 20)
+
+
+def _of_zero_init(rank: int) -> Found:
+    model, cut = model_of("mixtral"), []
+    deepspeed.zero.Init(model, config_dict_or_path=config_with(3, 2))
+
+    def make_plain(handle: Any) -> None:
+        assert all(of(parameter) is not None for parameter in model.parameters())  # those before are sharded again
+        cut.append(handle)
+        partitioning.make_plain(handle)
+
+    with mock.patch.object(shard, "make_plain", make_plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config_with(3, 2))[0].destroy()
+    assert len(cut) == sum(held_part(parameter) is not None for parameter in model.parameters()) > 0
+    kinds = ("qwen3", "mixtral", "gpt2")  # with tied weights, with experts, without a plan
+    return {kind: compare(rank, kind, 3, 2, world=4, steps=2, sharded=True) for kind in kinds}
+
+
+def test_models_that_zero_init_has_sharded() -> None:
+    """A model built under `zero.Init` was refused, because it was not whole. Now its matrices are, one by one."""
+    for found in run_ranks(_of_zero_init, 4):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
 
 
 def _otherwise(rank: int, steps: int, kind: str) -> Found:

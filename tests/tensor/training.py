@@ -137,16 +137,31 @@ def config_with(stage: int, tensor: int, **more: Any) -> dict[str, Any]:
 
 
 def in_parts(
-    rank: int, model: nn.Module, data: list[Batch], *, stage: int, tensor: int, world: int, **more: Any
+    rank: int,
+    model: nn.Module,
+    data: list[Batch],
+    *,
+    stage: int,
+    tensor: int,
+    world: int,
+    sharded: bool = False,
+    **more: Any,
 ) -> Trained:
-    """The engine; the other ranks start with different values, which must not matter. `more`: in its config."""
+    """The engine; the other ranks start with different values, which must not matter.
+
+    Args:
+        sharded: it gets a model of `zero.Init`.
+        more: in its config.
+    """
     model = copy.deepcopy(model)
     if rank:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     config = config_with(stage, tensor, **more)
+    if sharded:
+        deepspeed.zero.Init(model, config_dict_or_path=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     data_ranks, accumulated = world // tensor, engine.gradient_accumulation_steps()
     assert engine.train_batch_size() == 2 * world * accumulated
@@ -175,7 +190,7 @@ def compare(
     accumulated: int = 1,
     **more: Any,
 ) -> tuple[float, ...]:
-    """Largest differences of (a loss, a norm, a weight). `more`: in the engine's config."""
+    """Largest differences of (a loss, a norm, a weight). `more`: options of `in_parts`."""
     data_ranks = world // tensor
     data = batches(steps * data_ranks * accumulated)
     model = model_of(kind) if isinstance(kind, str) else kind

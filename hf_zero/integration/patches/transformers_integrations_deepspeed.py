@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -389,8 +390,9 @@ def _boxed(group: Any) -> list[Any]:
 @PATCHES.add(
     "_load_state_dict_into_zero3_model(model_to_load, state_dict, load_config)",
     without="at stage 3 keys of a checkpoint that the model does not have are passed over in silence, and "
-    "from_pretrained(ignore_mismatched_sizes=True) fails where sizes differ",
-    until="_load_state_dict_into_zero3_model reports unexpected keys itself, and knows ignore_mismatched_sizes",
+    "from_pretrained fails with autotp_size, and with ignore_mismatched_sizes=True where sizes differ",
+    until="_load_state_dict_into_zero3_model reports unexpected keys itself, knows ignore_mismatched_sizes, and "
+    "converts weights that are cut later",
     importers=("transformers.modeling_utils",),
 )
 def around_loading(original: Function, model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
@@ -409,7 +411,27 @@ def around_loading(original: Function, model_to_load: Any, state_dict: Any, load
                 ", ".join(f"{key} {tuple(state_dict[key].shape)}" for key in sorted(others)[:8]),
             )
             state_dict = {key: value for key, value in state_dict.items() if key not in others}
-    return original(model_to_load, state_dict, load_config)
+    with _models_are_whole():
+        return original(model_to_load, state_dict, load_config)
+
+
+@contextmanager
+def _models_are_whole() -> Iterator[None]:
+    """Context in which transformers reads a ds.json without tensor parallelism. With it, it refuses to convert the
+    weights of any checkpoint, because DeepSpeed may have cut the model; here a model is cut after it is loaded."""
+    from transformers.integrations import deepspeed
+
+    reference: Any = deepspeed._hf_deepspeed_config_weak_ref
+    hf_config: Any = None if reference is None else reference()
+    if hf_config is None:
+        yield
+        return
+    config = hf_config.config
+    hf_config.config = {name: section for name, section in config.items() if name != "tensor_parallel"}
+    try:
+        yield
+    finally:
+        hf_config.config = config
 
 
 def _homes(model: Any, keys: Iterable[str], mapping: Iterable[Any], known: Mapping[str, Any]) -> dict[str, str | None]:
