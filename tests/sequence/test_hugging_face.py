@@ -154,6 +154,26 @@ def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
     assert fix in str(caught.value)
 
 
+def test_sequences_that_only_the_config_shares() -> None:
+    """A user wrote `sequence_parallel_size` in ds.json, and no ParallelismConfig: accelerate dealt other samples to
+    each rank, which silently became parts of one sequence."""
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}
+    accelerator = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
+        gradient_accumulation_steps=1,
+        num_processes=4,
+        parallelism_config=None,
+        split_batches=False,
+        _dataloaders=[],
+    )
+    fill_autos(accelerator, torch.nn.Linear(2, 2))  # with a loader of its own
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size = 2.*") as caught:
+        fill_autos(accelerator, torch.nn.Linear(2, 2), [torch.utils.data.DataLoader(torch.ones(2, 2), batch_size=2)])
+    assert 'ParallelismConfig(sp_size=2, dp_shard_size=2, sp_backend="deepspeed")' in str(caught.value)
+    accelerator.parallelism_config = parallelism(2, data_ranks=2)
+    fill_autos(accelerator, torch.nn.Linear(2, 2), [torch.utils.data.DataLoader(torch.ones(2, 2), batch_size=2)])
+
+
 def test_who_says_how_many_ranks_share_sequences() -> None:
     assert sequence_size(parallelism(4), {}) == 4 and sequence_size(None, {}) is None
     launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.inputs import model_view
@@ -21,6 +22,7 @@ from hf_zero.comm.mirror import mesh_of_group
 from hf_zero.config import ConfigError, Other, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.hosts import write_back
+from hf_zero.config.schema.batch import SEQUENCE
 from hf_zero.config.sources import is_auto, source_in
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.integration.engine.engine import initialize
@@ -127,6 +129,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
     problems += _other_ranks(accelerator, config)
     problems += _other_parallelism(accelerator, config)
+    problems += _sequences_of_config(accelerator, config, objects)
     findings = examine(config, views)
     problems += findings.problems
     if problems:
@@ -268,6 +271,20 @@ def _other_parallelism(accelerator: Any, config: Mapping[str, Any]) -> Iterator[
         rule = "accelerate has context parallelism for FSDP alone"
         fix = f'give sp_size={context} and sp_backend="deepspeed" in its place (Ulysses)'
         yield Problem("ParallelismConfig.cp_size", context, rule, fix)
+
+
+def _sequences_of_config(accelerator: Any, config: Mapping[str, Any], objects: Sequence[Any]) -> Iterator[Problem]:
+    """A problem if the config alone says that ranks share sequences: accelerate deals other samples to each rank, which
+    would become parts of one sequence."""
+    size = config.get(SEQUENCE)
+    if not isinstance(size, int) or size < 2 or sequence_size(getattr(accelerator, "parallelism_config", None), {}):
+        return
+    if accelerator._dataloaders or any(isinstance(thing, DataLoader) for thing in objects):
+        shards = max(1, accelerator.num_processes // (size * tensor_size(config)))
+        asked = f'ParallelismConfig(sp_size={size}, dp_shard_size={shards}, sp_backend="deepspeed")'
+        rule = "accelerate deals other samples to each rank, unless a ParallelismConfig says how many share a sequence"
+        fix = f"give parallelism_config={asked} to TrainingArguments or Accelerator"
+        yield Problem(SEQUENCE, size, rule, fix, origin=str(source_in(config, SEQUENCE)))
 
 
 def is_schedule(thing: Any) -> bool:
