@@ -20,11 +20,11 @@ from tests.tensor.threads import ThreadCollectives, in_threads
 from tests.trl.runs import GLOBAL_BATCH, TOLERANCE, Run, assert_same_training, run, without_engine
 
 pytestmark = requires(modules=("trl", "peft"))
-# At stage 3 transformers loads no model after TrainingArguments: DPO's reference is the model without its adapter.
 CASES = [
     ("sft", "full", 2, 2),
     ("sft", "full", 3, 4),
     ("dpo", "full", 1, 2),
+    ("dpo", "full", 3, 4),  # also loads its reference at stage 3
     ("dpo", "lora", 3, 4),
     ("kto", "full", 2, 2),
 ]

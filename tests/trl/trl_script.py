@@ -40,7 +40,7 @@ class Script:
     wrap_first: bool = field(default=False, metadata={"help": "pass a PeftModel instead of a peft_config"})
     cut: bool = field(
         default=False,
-        metadata={"help": "for ranks that hold parts: load the model first, and leave out model.save_pretrained"},
+        metadata={"help": "for ranks that hold parts, which model.save_pretrained would write: leave it out"},
     )
     reward_model: str | None = field(default=None, metadata={"help": "GRPO, RLOO: folder of a reward model"})
 
@@ -50,13 +50,13 @@ def variety(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(set(completion))) for completion in completions]
 
 
-def build(method: str, script: Script, args: Any, model: ModelConfig, early: Any = None) -> Any:
-    """The trainer with the arguments of its method; `early`: a model made before `args`."""
+def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
+    """The trainer with the arguments of its method."""
     files = {name: str(Path(script.folder) / f"{name}.json") for name in ("train", "eval")}
     data = load_dataset("json", data_files=files, cache_dir=str(Path(args.output_dir) / "cache"))
     path = model.model_name_or_path
     shared: dict[str, Any] = {
-        "model": early or (AutoModelForCausalLM.from_pretrained(path) if script.build_first else path),
+        "model": AutoModelForCausalLM.from_pretrained(path) if script.build_first else path,
         "args": args,
         "train_dataset": data["train"],
         "eval_dataset": data["eval"],
@@ -84,12 +84,9 @@ def save(trainer: Any, folder: Path, *, cut: bool) -> None:
 def main(words: Sequence[str]) -> None:
     """Train, evaluate, save, and write the results."""
     method, *options = words
-    early = None
-    if "--cut" in options:
-        early = AutoModelForCausalLM.from_pretrained(options[options.index("--model_name_or_path") + 1])
     parser = TrlParser((Script, getattr(trl, f"{METHODS[method]}Config"), ModelConfig))
     script, args, model = parser.parse_args_and_config(options)
-    trainer = build(method, script, args, model, early)
+    trainer = build(method, script, args, model)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     numbers = {"log": list(trainer.state.log_history), "eval": trainer.evaluate()}
     folder = Path(args.output_dir)
