@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mesh.under_trainer import adapters, by_trainer, compared
+from tests.mesh.under_trainer import by_trainer, compared, other_models
 from tests.support.launch import ROOT, launch
 from tests.support.ranks import run_ranks
 from tests.tensor.training import model_of
@@ -52,11 +52,12 @@ def test_two_data_ranks_of_two_parts_of_sequences_and_matrices(tmp_path: Path) -
         assert too_large(found) == {}
 
 
-def _with_adapters(rank: int, folder: str) -> dict[str, float]:
-    return adapters(Path(folder), (2, 3))
+def _others(rank: int, folder: str) -> dict[str, float]:
+    return other_models(Path(folder), [("lora", 2), ("lora", 3), ("gpt2", 1), ("mixtral", 2), ("qwen3_next", 3)])
 
 
 @pytest.mark.slow
-def test_lora(tmp_path: Path) -> None:
-    for found in run_ranks(_with_adapters, 4, str(tmp_path), init=False):
+def test_adapters_and_other_models(tmp_path: Path) -> None:
+    """Fused matrices without a plan, experts, and linear attention, which accelerate registers before it is cut."""
+    for found in run_ranks(_others, 4, str(tmp_path), init=False, timeout_s=240):
         assert too_large(found) == {}

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.integration.flows import clean
+from tests.mesh.training import differences
 from tests.sequence import training as sequences
 from tests.sequence.hugging_face import by_accelerator, rows_of
 from tests.support.models import Samples
@@ -39,7 +40,7 @@ def by_trainer(folder: Path, stage: int, model: nn.Module, *, data_ranks: int = 
     metrics = trainer.evaluate(Samples(rows))
     found = {"evaluation": abs(metrics["eval_loss"] - _evaluated(copy.deepcopy(model), plain, rows))}
     whole = trained_by(trainer)
-    found["training"] = largest_difference(whole, plain)
+    found["training"] = max(differences(whole, plain))
     if hasattr(model, "peft_config"):
         return found
     clean()  # so that stage 3 does not shard what is loaded
@@ -68,12 +69,6 @@ def _evaluated(model: nn.Module, trained: Trained, rows: list[Batch]) -> float:
     return sum(losses) / len(losses)
 
 
-def largest_difference(found: Trained, plain: Trained) -> float:
-    weights = [(found.weights[name] - value).abs().max().item() for name, value in plain.weights.items()]
-    norms = [abs(one - other) for one, other in zip(found.norms, plain.norms, strict=True)]
-    return max(*weights, *norms, *(abs(one - other) for one, other in zip(found.losses, plain.losses, strict=True)))
-
-
 def by_accelerate(stage: int, **sizes: int) -> float:
     """The largest difference of a training in Accelerate's loop from one process."""
     rows = rows_of(4)
@@ -88,8 +83,8 @@ def compared(folder: Path, stages: Collection[int]) -> dict[str, float]:
     """All differences on four ranks, by name."""
     found = {}
     for stage in stages:
-        differences = by_trainer(folder / str(stage), stage, model_of("llama"))
-        found |= {f"Trainer, stage {stage}, {name}": value for name, value in differences.items()}
+        by_name = by_trainer(folder / str(stage), stage, model_of("llama"))
+        found |= {f"Trainer, stage {stage}, {name}": value for name, value in by_name.items()}
         clean()
     for stage in stages:
         # accelerate also knows the size of tensor groups, which the config states.
@@ -98,12 +93,13 @@ def compared(folder: Path, stages: Collection[int]) -> dict[str, float]:
     return found
 
 
-def adapters(folder: Path, stages: Collection[int]) -> dict[str, float]:
-    """Differences with LoRA, by stage."""
+def other_models(folder: Path, cases: Collection[tuple[str, int]]) -> dict[str, float]:
+    """Differences by kind of a model and stage; "lora" is a Llama with adapters."""
     found = {}
-    for stage in stages:
-        differences = by_trainer(folder / str(stage), stage, adapted("llama"))
-        found |= {f"stage {stage}, {name}": value for name, value in differences.items()}
+    for kind, stage in cases:
+        model = adapted("llama") if kind == "lora" else model_of(kind)
+        by_name = by_trainer(folder / f"{kind} {stage}", stage, model)
+        found |= {f"{kind}, stage {stage}, {name}": value for name, value in by_name.items()}
         clean()
     return found
 
