@@ -87,12 +87,12 @@ def trained_by(trainer: Trainer) -> Trained:
 
 
 def by_accelerator(
-    rows: list[Batch], *, stage: int, model: nn.Module | None = None, saved: Path | None = None
+    rows: list[Batch], *, stage: int, model: nn.Module | None = None, saved: Path | None = None, **more: Any
 ) -> Trained:
-    """The loop of accelerate's page on DeepSpeed, with autotp_size in the config."""
+    """The loop of accelerate's page on DeepSpeed, with autotp_size in the config. `more`: for the Accelerator."""
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, 2, zero_optimization=zero))
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **more)
     model = model or model_of("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Samples(rows), batch_size=2))

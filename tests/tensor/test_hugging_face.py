@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import ParallelismConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +37,10 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
     clean()
     found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
+    clean()
+    # With a tp_size accelerate prepares loaders and optimizers before the engine, as for DTensors.
+    also_told = {"parallelism_config": ParallelismConfig(tp_size=2)}
+    found["Accelerator that knows the size"] = largest_difference(by_accelerator(rows, stage=1, **also_told), plain)
     clean()
     found["padded"] = against_one_process(padded(6), root / "padded", accumulated=3)
     clean()
