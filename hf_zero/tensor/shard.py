@@ -17,6 +17,7 @@ from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.params.partitioning import make_plain
 from hf_zero.params.store import of
+from hf_zero.precision import is_packed, mark_packed
 from hf_zero.tensor import layers
 from hf_zero.tensor.adapters import (
     Heads,
@@ -218,11 +219,12 @@ def _check_forward(base: nn.Module) -> None:
 
 @torch.no_grad()
 def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> None:
+    mark_packed(model)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
+        if is_packed(parameter) or not parameter.is_floating_point():
             raise ValueError(
-                f"tensor parallelism needs floating-point weights, but {name} has dtype {parameter.dtype}: load the "
-                "model without quantization_config, or remove tensor_parallel.autotp_size"
+                f"tensor parallelism needs weights that are not quantized, but {name} is, in {parameter.dtype}: load "
+                "the model without quantization_config, or remove tensor_parallel.autotp_size"
             )
         if of(parameter) is not None:
             continue  # sharded by zero.Init, with the same values on all ranks

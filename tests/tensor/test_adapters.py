@@ -279,7 +279,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     quantized = model_of("llama")
     query: Any = quantized.get_submodule("model.layers.0.self_attn.q_proj")
     query.weight = nn.Parameter(query.weight.detach().to(torch.int8), requires_grad=False)
-    _refused(quantized, "q_proj.weight has dtype torch.int8: load the model without quantization_config")
+    _refused(quantized, "q_proj.weight is, in torch.int8: load the model without quantization_config")
     parameter = adapted("llama", target_modules=[], target_parameters=["self_attn.q_proj.weight"])
     _refused(parameter, "q_proj: .* this is PEFT's ParamWrapper")
 

@@ -106,6 +106,20 @@ def test_one_part_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert digest(batch) == digest(dict(reversed(batch.items()))) != digest(batches(2)[1])
 
 
+@pytest.mark.parametrize("kind", ["fp8", "4 bit in bf16"])
+def test_quantized_weights_are_refused(kind: str) -> None:
+    """Of weights in 8 bits with scales beside them, and of those in 4 bits that bitsandbytes stores as floating-point
+    numbers, only dtypes were checked: codes would be cut like a matrix, without their scales."""
+    model: Any = model_of("llama")
+    weight: Any = model.model.layers[1].mlp.up_proj.weight
+    weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16)
+    if kind.startswith("4 bit"):
+        weight.quant_state = object()
+    with pytest.raises(ValueError, match=r"not quantized, but model\.layers\.1\.mlp\.up_proj\.weight is, in torch\."):
+        shard_model(model, ALONE, torch.device("cpu"))
+
+
 def test_what_programs_say() -> None:
     model = nn.Linear(2, 2)
     assert TensorGroups.given(model) is None and tp_model_init(model, 1, None) is model
