@@ -185,7 +185,7 @@ def _codes_of_weight(state: Any) -> Any:
 def leave_codes_to_weights(module: nn.Module) -> None:
     """Drop the references to an 8-bit weight's codes that bitsandbytes' layers keep outside of it."""
     for inner in module.modules():
-        weight: Any = inner._parameters.get("weight")
+        weight: Any = dict(inner.named_parameters(recurse=False)).get("weight")
         state: Any = getattr(inner, "state", None)
         if weight is None or not hasattr(weight, "SCB") or not is_packed(weight):
             continue
