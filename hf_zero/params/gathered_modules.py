@@ -11,7 +11,7 @@ Model                     container      its own direct parameters, if any, are 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -38,12 +38,12 @@ class GatheredModule:
     is_container: bool
 
 
-@dataclass(slots=True)
 class _Walk:
-    root: nn.Module
-    leaves: Collection[nn.Module]
-    modules: list[GatheredModule] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    def __init__(self, root: nn.Module, leaves: Collection[nn.Module]) -> None:
+        self.leaves = leaves
+        self.modules: list[GatheredModule] = []
+        self.seen: set[int] = set()
+        self.most_numel = max(OVERSIZED_NUMEL, _numel(root) // OVERSIZED_SHARE)
 
     def container(self, name: str, module: nn.Module) -> None:
         position = len(self.modules)
@@ -62,7 +62,7 @@ class _Walk:
             self._container_once(name, child)
 
     def _element(self, name: str, element: nn.Module) -> None:
-        if element not in self.leaves and _is_oversized(element, self.root):
+        if element not in self.leaves and _numel(element) > self.most_numel and _has_blocks(element):
             self._container_once(name, element)
         elif _is_list(element):
             self._child(name, element)
@@ -134,12 +134,13 @@ def _stays_together(list_name: str) -> bool:
     return "expert" in list_name.lower() or "parametrizations" in list_name
 
 
-def _is_oversized(module: nn.Module, root: nn.Module) -> bool:
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if numel <= max(OVERSIZED_NUMEL, sum(parameter.numel() for parameter in root.parameters()) // OVERSIZED_SHARE):
-        return False
+def _has_blocks(module: nn.Module) -> bool:
     lists = [name for name, inner in module.named_modules() if _is_list(inner)]
     return bool(lists) and not any(_stays_together(name) for name in lists)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -442,7 +442,7 @@ def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units:
         )
         for bucket, numel, row_at, place in zip(layout.buckets, owned, weights_at, places, strict=True)
     ]
-    frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad) if units is None else 0
+    frozen = model.num_frozen_bytes if units is None else 0
     return policies.rank(
         buckets,
         sizes,

@@ -113,6 +113,10 @@ class PlannedModel:
         return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
 
     @cached_property
+    def num_frozen_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.module.parameters() if not parameter.requires_grad)
+
+    @cached_property
     def apart(self) -> tuple[int, int]:
         """(number of expert parameters, number of trained ones); they are sharded over ranks with the same experts."""
         return _totals((p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p))
