@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_zero.api.parameter_access import take_from
+from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.params.consolidation import unsharded_values, with_extra_states
 from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
 from hf_zero.params.sharded_parameter import ShardedParameter
@@ -226,17 +227,20 @@ def load_module_state_dict(
 ) -> None:
     """Load `checkpoint["module"]` (whole weights, the same on all ranks) into model and masters. Collective.
 
-    At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params` and `z3_params_to_fetch`.
+    At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params` and `z3_params_to_fetch`. Ranks
+    that hold parts of matrices or experts take theirs.
 
     Args:
         allowed_missing_keys: names that a strict load accepts as missing.
+
+    Raises:
+        RuntimeError: names differ (only if `strict`) or shapes do; nothing has been written then.
     """
     weights, module = checkpoint["module"], engine.module
     if custom_load_fn is not None:
         custom_load_fn(src=weights, dst=module)
         return
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= set(dict(module.named_buffers(remove_duplicate=False)))
+    known = {name for name, _ in _tensors(module)}
     extra = dict(with_extra_states(module))
     missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known - set(extra))
     may_lack = {*_unsaved(module), *(allowed_missing_keys or ())}
@@ -245,16 +249,34 @@ def load_module_state_dict(
         raise RuntimeError(
             f"load_module_state_dict(strict=True): missing {needed or 'nothing'}, unexpected {unexpected or 'nothing'}"
         )
+    mismatches = [
+        f"size mismatch for {name}: {tuple(weights[name].shape)} instead of {whole_shape(target)}"
+        for name, target in _tensors(module)
+        if weights.get(name) is not None and not _fits(weights[name], target)
+    ]
+    if mismatches:
+        raise RuntimeError(f"load_module_state_dict: {'; '.join(mismatches)}")
     for prefix, inner in module.named_modules():
         own = list(inner.parameters(recurse=False))
         with GatheredParameters(own, modifier_rank=0), torch.no_grad():
             for name, target in [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]:
                 value = weights.get(f"{prefix}.{name}" if prefix else name)
                 if value is not None:
-                    target.copy_(value)
+                    part = held_part(target)
+                    target.copy_(value if part is None else part.of(value))
     for name, inner in extra.items():
         if name in weights:
             inner.set_extra_state(weights[name])
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all of their names."""
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return [*named[0], *named[1]]
+
+
+def _fits(value: torch.Tensor, target: torch.Tensor) -> bool:
+    return tuple(value.shape) == whole_shape(target) or value.numel() == target.numel() == 1
 
 
 def _unsaved(module: torch.nn.Module) -> set[str]:

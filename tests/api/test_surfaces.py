@@ -192,6 +192,9 @@ def run_weights(rank: int, stage: int) -> list[float]:
     assert all(torch.equal(again[name], value) for name, value in saved.items())
     with pytest.raises(RuntimeError, match=r"missing \['2.bias'\], unexpected \['3.bias'\]"):
         engine.load_module_state_dict({"module": {("3.bias" if k == "2.bias" else k): v for k, v in saved.items()}})
+    with pytest.raises(RuntimeError, match=r"size mismatch for 2.bias: \(99,\) instead of"):
+        engine.load_module_state_dict({"module": {"0.bias": torch.ones(7), "2.bias": torch.ones(99)}}, strict=False)
+    assert torch.equal(engine.module_state_dict()["0.bias"], saved["0.bias"]), "nothing is written before all fits"
     engine.load_module_state_dict({"module": {"0.bias": torch.zeros(7)}}, strict=False)
     return engine.module_state_dict()["0.bias"].tolist()
 
