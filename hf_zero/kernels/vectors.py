@@ -116,13 +116,18 @@ def on_threads(work: Callable[[_Part], object], parts: Sequence[_Part], device: 
 
 @cache
 def _workers(threads: int) -> ThreadPoolExecutor:
-    pool = ThreadPoolExecutor(threads, "hf_zero_kernel", lambda: torch.set_num_threads(1))
+    pool = ThreadPoolExecutor(threads, "hf_zero_kernel", _run_operations_alone)
     begun = Barrier(threads + 1)
     for _ in range(threads):
         pool.submit(begun.wait)
     begun.wait()
     torch.set_num_threads(threads)  # for threads that begin later; the workers and this thread keep their own number
     return pool
+
+
+def _run_operations_alone() -> None:
+    torch.get_num_threads()  # initializes this thread's; otherwise the first operation would, with everyone's
+    torch.set_num_threads(1)
 
 
 os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork

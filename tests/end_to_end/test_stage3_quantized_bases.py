@@ -236,7 +236,14 @@ def run_allocations(rank: int, folder: str, form: str, storage: str) -> tuple[in
     return most_allocated(profiled), sizes_of(model)
 
 
-@pytest.mark.parametrize(("form", "storage"), [(ON_THE_WAY, "uint8"), (ON_DISK, "uint8"), (ON_THE_WAY, "int8")])
+@pytest.mark.parametrize(
+    ("form", "storage"),
+    [
+        (ON_THE_WAY, "uint8"),
+        (ON_DISK, "uint8"),
+        pytest.param(ON_THE_WAY, "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_allocates_its_share_and_one_weight(form: str, storage: str, tmp_path: Path) -> None:
     """Counted to the byte by torch's allocator, which also counts mapped files. The stand-in needs copies of the weight
     for its operations."""

@@ -248,6 +248,7 @@ def test_offloaded_training_goes_on(device: str, tmp_path: Path) -> None:
     _check_resumed([(Shape(3, 2, 2), Shape(3, 2, 2))], tmp_path, offload_optimizer=place, offload_param=place)
 
 
+@pytest.mark.slow
 def test_adapters_train_and_go_on(tmp_path: Path) -> None:
     """LoRA's A and B of packed experts: one is cut along its features, and both along their experts."""
     _check_resumed([(Shape(2, 2, 2), Shape(3, 2, 2))], tmp_path, has_lora=True)

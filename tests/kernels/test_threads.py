@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.cores import torch_threads
-from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, on_threads
 from tests.kernels.cases import NARROW, UPDATES, Types, vectors_for
 
 BF16 = torch.bfloat16
@@ -37,3 +37,18 @@ def test_threads_and_one(name: str, types: Types, seed: int | None) -> None:
     for threads in (2, 3, 7):
         for found, wanted in zip(updated(name, types, threads, seed), expected, strict=True):
             assert torch.equal(found, wanted), f"{(found != wanted).sum()} elements differ with {threads} threads"
+
+
+def test_parts_on_threads_run_their_operations_alone() -> None:
+    """PyTorch sets a thread's own number of threads when it first asks for it. Workers that had set theirs before ran
+    operations on several threads each, more than there are cores, and all later operations of the process were slow."""
+    seen: list[int] = []
+
+    def work(_part: int) -> None:
+        torch.ones(1 << 20).add_(1)
+        seen.append(torch.get_num_threads())
+
+    with torch_threads(3):
+        on_threads(work, range(6), torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+    assert seen == [1] * 6
