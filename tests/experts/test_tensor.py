@@ -68,7 +68,7 @@ def _each(rank: int, world: int, cases: list[tuple[str, Shape, str]], steps: int
     return found
 
 
-def _check(world: int, cases: list[tuple[str, Shape, str]], *, steps: int = 2, **more: Any) -> None:
+def _check(world: int, cases: list[tuple[str, Shape, str]], *, steps: int = 3, **more: Any) -> None:
     for found in run_ranks(_each, world, world, cases, steps, more, timeout_s=1200):
         assert len(found) == len(cases)
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}

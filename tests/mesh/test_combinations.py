@@ -59,7 +59,7 @@ def _at(shapes: dict[str, Shape], stages: tuple[int, ...]) -> list[tuple[str, Sh
 
 
 def test_four_ranks_train_as_one_process() -> None:
-    _check([(name, FOUR[name], stage) for name, stage in STAGES.items()], steps=2)
+    _check([(name, FOUR[name], stage) for name, stage in STAGES.items()], steps=4)
 
 
 @pytest.mark.slow
