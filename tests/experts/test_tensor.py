@@ -90,6 +90,12 @@ def test_four_ranks_train_as_one_process() -> None:
     )
 
 
+def test_models_that_zero_init_has_sharded() -> None:
+    """`from_pretrained` after TrainingArguments at stage 3: matrices are cut from shards over all ranks, and experts
+    are then distributed from shards over the ranks with the same parts."""
+    _check(4, [("mixtral", Shape(3, 2, 2), "eager"), ("qwen3", Shape(3, 2, 2), "eager")], steps=2, in_shards=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)

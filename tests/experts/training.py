@@ -114,12 +114,20 @@ def in_one_process(model: nn.Module, data: list[Batch], *, together: int) -> Tra
 
 
 def engine_of(
-    model: nn.Module, stage: int, size: int, rank: int = 0, zero: dict[str, Any] | None = None, **more: Any
+    model: nn.Module,
+    stage: int,
+    size: int,
+    rank: int = 0,
+    zero: dict[str, Any] | None = None,
+    *,
+    in_shards: bool = False,
+    **more: Any,
 ) -> Any:
     """The other ranks start with different values, which must not matter.
 
     Args:
         zero: further keys of the section zero_optimization; `more`: of the config.
+        in_shards: as `zero.Init` makes it.
     """
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -132,6 +140,8 @@ def engine_of(
         "expert_parallel": {"enabled": size > 1, "autoep_size": size},
         **more,
     }
+    if in_shards:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     return deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
 
 
