@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _RANK = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
 _CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
 _COMMAND = (
-    "import sys; from hf_zero.launch import children; children._GRACE_S = 0.5; "
+    "import signal, sys; from hf_zero.launch import children; children._GRACE_S = 0.5; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell starts `make test &` with SIGINT ignored
     f"sys.exit(children.run([sys.executable, '-c', {_CHILD!r}]))"
 )
 
