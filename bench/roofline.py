@@ -24,16 +24,19 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m bench.roofline --write -->\n", "<!-- end -->\n"
 
 # FLOP/s: 0.6 of the data sheet's dense bf16 (4090: 0.75). Memory: H200 as measured by a copy; others 0.9 of the sheet.
-# Links: NVLink 4 and PCIe at the rate of large copies. Host memory: DDR5 at 0.7 of the sheet, shared by the GPUs.
+# Links: NVLink 4 and PCIe at the rate of large copies. Host memory: DDR5 at 0.7 of the sheet, shared by the GPUs; that
+# of the last machine is what the update reached on 16 cores (bench/results/2026-11-27-programme-h100-block2.md).
 MACHINES = (
     Machine("1 x H200, PCIe 5", 1, 590e12, 4.3e12, 1e15, 55e9, 300e9, 141e9),
     Machine("8 x H100, NVLink, PCIe 5", 8, 590e12, 3.0e12, 370e9, 55e9, 54e9, 80e9),
     Machine("1 x 4090, PCIe 4", 1, 124e12, 0.9e12, 1e15, 25e9, 63e9, 24e9),
+    Machine("1 x H100, PCIe 5, host as measured", 1, 590e12, 3.0e12, 1e15, 55e9, 81e9, 80e9),
 )
 SHAPES = (Shape("1.5B", 1.5e9, 28), Shape("8B", 8e9, 32), Shape("32B", 32e9, 64))
 TOKENS = {"1 x 4090, PCIe 4": 8192}
 # No case here uses drives, tensor or sequence parallelism, or several hosts.
 COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange", "messages"))
+STATES_AND_GRADIENTS = 14  # bytes per parameter: masters 4, moments 8, gradients 2
 FILLED = 0.85  # share of device memory for model states; the rest is for activations
 
 # (what, figure, where, source)
@@ -57,18 +60,30 @@ BOUNDS = (
 )
 
 
-def setups(machine: Machine) -> Iterator[Setup]:
+def setups(machine: Machine, shape: Shape) -> Iterator[Setup]:
     tokens = TOKENS.get(machine.name, 16384)
     stages = (0, 1, 2, 3) if machine.gpus > 1 else (0,)
     yield from (Setup(stage, tokens=tokens) for stage in stages)
     if machine.gpus > 1:
         yield Setup(2, offload_optimizer=True, tokens=tokens)
     yield Setup(3, offload_optimizer=True, tokens=tokens)
-    yield Setup(3, offload_optimizer=True, offload_parameters=True, tokens=tokens)
+    both = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=tokens)
+    yield both
+    if fits(machine, shape, both):
+        yield with_auto_ratio(machine, shape, both)
+
+
+def with_auto_ratio(machine: Machine, shape: Shape, setup: Setup) -> Setup:
+    """The same with `"ratio": "auto"`: the states of as many units as fit stay on the device."""
+    room = FILLED * machine.capacity - device_bytes(machine, shape, setup)
+    of_unit = STATES_AND_GRADIENTS * shape.parameters / shape.units / machine.gpus
+    return replace(setup, offload_ratio=1 - min(int(room / of_unit), shape.units) / shape.units)
 
 
 def stage_of(setup: Setup) -> str:
-    away = ["optimizer"] * setup.offload_optimizer + ["parameters"] * setup.offload_parameters
+    part = "optimizer" if setup.offload_ratio == 1 else f"{setup.offload_ratio:.0%} of the optimizer"
+    has_states = setup.offload_optimizer and setup.offload_ratio > 0
+    away = [part] * has_states + ["parameters"] * setup.offload_parameters
     return f"{setup.stage}" + (f", {' and '.join(away)} on the host" if away else "")
 
 
@@ -84,7 +99,8 @@ def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
     gradients = 2 * (sharded if setup.stage >= 2 else 1.0)
     states = 12 * (sharded if setup.stage >= 1 else 1.0)
     if setup.offload_optimizer:
-        states, gradients = 0.0, 0.0 if setup.stage >= 2 else gradients
+        resident = 1 - setup.offload_ratio
+        states, gradients = resident * states, gradients * (resident if setup.stage >= 2 else 1.0)
     if setup.offload_parameters:
         weights = 0.0
     buffers = 4 * 2 / shape.units  # two units in flight, with their gradients
@@ -118,7 +134,7 @@ def machine_table(machine: Machine) -> Iterator[str]:
     yield f"| model | stage | GB of states | {' | '.join(COLUMNS)} | bound by | step, ms | tokens/s per GPU | TFLOP/s |"
     yield "|" + " --- |" * (len(COLUMNS) + 7)
     for shape in SHAPES:
-        yield from (_row(machine, shape, setup) for setup in setups(machine))
+        yield from (_row(machine, shape, setup) for setup in setups(machine, shape))
     yield ""
 
 
@@ -138,10 +154,10 @@ UPDATE_SHARE = 28 / 16.0625  # bytes of a parameter with fp32 states over those 
 
 
 def offloaded() -> Iterator[tuple[Machine, Shape, Setup]]:
-    """Every case of the tables with updates on the host."""
+    """Every case of the tables with all updates on the host."""
     for machine, shape in product(MACHINES, SHAPES):
-        for setup in setups(machine):
-            if setup.offload_optimizer and fits(machine, shape, setup):
+        for setup in setups(machine, shape):
+            if setup.offload_optimizer and setup.offload_ratio == 1 and fits(machine, shape, setup):
                 yield machine, shape, setup
 
 
@@ -179,13 +195,14 @@ def bound_table() -> Iterator[str]:
         yield f"| {step.bound} | {place} | {setup.tokens:,} | {over_slowest(step):.2f}x |"
 
 
-_HEAD = """\
+_HEAD = f"""\
 A step in a simulation (`hf_zero/planning/event_model.py`). Computation, collectives, copies to the device ("in"),
 copies to the host ("out") and the host's own work each have a column with their milliseconds; they can run at the
 same time, so a step takes at least as long as the longest of them ("bound by"). "step" is what hf_zero's order of
 them takes, in brackets as a multiple of that bound. Recomputation is on, TFLOP/s count 6 FLOPs per parameter and
 token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies and dense training
-reach, not data sheets. Nothing in these tables is measured.
+reach, not data sheets. The last row of each model has the part of the optimizer on the host that `"ratio": "auto"`
+chooses with {1 - FILLED:.0%} of the device's memory for activations. Nothing in these tables is measured.
 """
 _AT_BOUNDS = """\
 ### At each bound

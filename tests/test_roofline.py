@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, device_bytes, over_slowest, page
+from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, device_bytes, fits, over_slowest, page, with_auto_ratio
 from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, simulate
 
 # Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it occurs.
@@ -97,6 +97,16 @@ def test_bytes_that_stay_on_the_device() -> None:
     for stage, expected in ((0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
         assert device_bytes(eight, shape, Setup(stage)) == pytest.approx(expected, abs=1e-6)
     assert device_bytes(eight, shape, Setup(3, True, True)) == pytest.approx(0.0, abs=1e-6)
+    assert device_bytes(eight, shape, Setup(3, True, True, 0.5)) == pytest.approx(0.5 * 14 / 8, abs=1e-6)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_auto_keeps_the_states_that_fit(machine: Machine, shape: Shape) -> None:
+    setup = with_auto_ratio(machine, shape, Setup(3, offload_optimizer=True, offload_parameters=True))
+    one_more = replace(setup, offload_ratio=setup.offload_ratio - 1 / shape.units)
+    assert fits(machine, shape, setup)
+    assert setup.offload_ratio == 0 or not fits(machine, shape, one_more)
 
 
 def test_the_page_says_what_the_model_says() -> None:
