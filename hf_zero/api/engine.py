@@ -247,10 +247,6 @@ class ZeroEngine(nn.Module):
             for feature in self.training_features:
                 feature.after_step(self.training_progress, applied=applied)
         self._report()
-        timer = self.__dict__.get("tput_timer")
-        if timer is not None:
-            timer.stop(global_step=True)
-            timer.start()
 
     def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float, lr_kwargs: Any) -> None:
         """Advance the schedule unless the step was skipped; roll it back if a skip is discovered later."""

@@ -190,15 +190,25 @@ class DeepSpeedEngine(ConfigQueries):
         last = watching.last_breakdown() if watching is not None else None
         return dict(last.timers) if last is not None else {}
 
+    _timer: Any = None
+
     @View
     def tput_timer(self) -> Any:
-        """Created on first use. The engine starts and stops it around its updates from then on."""
-        from hf_zero.profiling.timers import ThroughputTimer
+        """Created on first use, and counts updates from then on."""
+        if self._timer is None:
+            from hf_zero.profiling.timers import ThroughputTimer
 
-        options = type("Enabled", (), {"enabled": True, "synchronized": False})()
-        timer = self.__dict__["tput_timer"] = ThroughputTimer(options, self.settings.samples_per_update(), start_step=0)
-        timer.start()
-        return timer
+            options = type("Enabled", (), {"enabled": True, "synchronized": False})()
+            self._timer = ThroughputTimer(options, self.settings.samples_per_update(), start_step=0)
+            self._timer.start()
+        return self._timer
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        number = self.global_steps
+        super().step(lr_kwargs)
+        if self._timer is not None and self.global_steps > number:
+            self._timer.stop(global_step=True)
+            self._timer.start()
 
     # The optimizer and its schedule
 
