@@ -140,10 +140,10 @@ def labels_of(segment: Segment) -> Tensor:
 
 
 def weights_of(engine: Any, shape: Shape) -> dict[str, Tensor]:
-    """The full trained weights: masters, or, with tensor parallelism, the weights themselves; nothing if those are
-    rounded to 16 bits. Collective."""
+    """The full trained weights: masters, or, where ranks hold parts of the model, the weights themselves; nothing if
+    those are rounded to 16 bits. Collective."""
     trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
-    if shape.tensor > 1:
+    if shape.tensor * shape.experts > 1:
         state = engine.module_state_dict()
         return {name: state[name].clone() for name in trained if state[name].dtype == torch.float32}
     return {name: safe_get_full_fp32_param(value).clone() for name, value in trained.items()}

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spent = time.monotonic() - started
             print(f"{len(outcomes)} of {len(jobs)} jobs, {1000 * spent / len(outcomes):.0f} ms each", flush=True)
     print(table(outcomes))
-    largest = max(outcome.verdict.error for outcome in outcomes if outcome.verdict.is_ok)
+    largest = max((outcome.verdict.error for outcome in outcomes if outcome.verdict.is_ok), default=0.0)
     print(f"largest error of what is right: {100 * largest:.1f}% of what is allowed")
     return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
 

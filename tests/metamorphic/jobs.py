@@ -47,10 +47,12 @@ def _task(draw: Random, seed: int) -> Task:
     if driver == "own":
         return _own_task(draw, seed)
     # Trainer cannot save plain modules that share a weight.
-    model = draw.choices(("llama", "gpt2", "qwen3", "mlp"), (5, 2, 2, 0 if driver == "trainer" else 2))[0]
+    models, weights = ("llama", "gpt2", "qwen3", "mixtral", "mlp"), (5, 2, 2, 2, 0 if driver == "trainer" else 2)
+    model = draw.choices(models, weights)[0]
     optimizers = ("AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adafactor", "AdamW8bit", "OneBitAdam", "Adam")
     features = ("", "curriculum", "random_ltd", "layer_drop", "compression")
-    precision = draw.choices(("fp32", "bf16", "fp16"), (6, 2, 2))[0]
+    # Rounding to 16 bits routes tokens to other experts.
+    precision = "fp32" if model == "mixtral" else draw.choices(("fp32", "bf16", "fp16"), (6, 2, 2))[0]
     task = Task(
         seed=seed,
         driver=driver,
@@ -60,7 +62,7 @@ def _task(draw: Random, seed: int) -> Task:
         optimizer=draw.choices(optimizers, (40, 15, 5, 5, 5, 5, 5, 5, 3, 7))[0],
         clip=draw.choice((0.0, 0.3, 1.0)),
         schedule=draw.random() < 0.4,
-        feature="" if model == "mlp" else draw.choices(features, (12, 2, 2, 2, 2))[0],
+        feature="" if model in ("mlp", "mixtral") else draw.choices(features, (12, 2, 2, 2, 2))[0],
         adapters=model != "mlp" and draw.random() < 0.2,
         uneven=driver == "trainer" and model != "mlp" and draw.random() < 0.5,
         scale_power=draw.choice(LOSS_SCALES) if precision == "fp16" else 10,
@@ -151,6 +153,7 @@ def _shape(draw: Random, task: Task) -> Shape:
             gather_group=draw.choice((0, 0, 0, 0, 2)),
             tensor=draw.choice((1, 1, 1, 1, 2)),
             sequence=draw.choice((1, 1, 1, 1, 2, 4)),
+            experts=draw.choice((1, 2, 4)) if task.model == "mixtral" else 1,
             tiles=draw.choice(("", "", "", *TILES)),
             recompute=draw.choice(("", "", *RECOMPUTATIONS)),
             small=draw.random() < 0.4,
@@ -175,17 +178,17 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
     if shape.stage == 0 and (shape.offload.endswith("nvme") or shape.shard_group):
         yield "nothing is sharded at stage 0"
     groups = [group for group in (shape.shard_group, shape.gather_group) if group]
-    if any(shape.world % group for group in groups) or shape.world == 1 and groups:
-        yield "groups divide the ranks"
+    same_parts = shape.world // shape.tensor
+    if any(same_parts % group for group in groups) or same_parts == 1 and groups:
+        yield "groups divide the ranks with the same parts of matrices"
     if shape.gather_group and shape.shard_group and shape.shard_group % shape.gather_group:
         yield "gather groups lie in shard groups"
-    if shape.tensor > 1 and (groups or shape.sequence > 1):
-        yield "parts of matrices go with neither groups nor parts of sequences"
     parts = shape.tensor > 1 or shape.sequence > 1
     if task.model in ("mlp", "encoder", "normed") and (parts or shape.tiles):
         yield "an MLP has neither heads nor tokens"
     if parts and (task.feature or task.optimizer not in ("AdamW", "Adam", "SGD") or task.wire):
         yield "kept apart from parts"
+    yield from _problems_of_experts(task, shape)
     if task.driver == "trainer" and shape.data_ranks > 1 and shape.accumulation % shape.sequence:
         yield "the batches that ranks of a sequence load come one after the other: updates would see other samples"
     if task.driver == "accelerate" and shape.sequence > 1:
@@ -198,6 +201,21 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
         yield "no layer of transformers keeps anything"
     if task.wire and (shape.stage < 3 or shape.world == 1):
         yield "ZeRO++ is about stage 3"
+
+
+def _problems_of_experts(task: Task, shape: Shape) -> Iterator[str]:
+    if task.model == "mixtral" and (task.precision != "fp32" or task.feature or shape.tiles in ("mlp", "both")):
+        yield "other roundings route to other experts; experts have no MLP of tokens in order"
+    if shape.experts == 1:
+        return
+    if task.model != "mixtral" or shape.stage < 1 or shape.experts % shape.tensor:
+        yield "experts are distributed from stage 1 on, over whole tensor groups"
+    if shape.world % (shape.experts * shape.sequence):
+        yield "the ranks of an expert group have different samples"
+    if shape.shard_group and shape.shard_group * shape.tensor % (shape.experts * shape.sequence):
+        yield "each copy of the states has all experts"
+    if task.optimizer in ("Lamb", "Adafactor", "OneBitAdam") or task.wire:
+        yield "ranks hold shards of different parameters"
 
 
 def _problems_of_own(task: Task, shape: Shape) -> Iterator[str]:

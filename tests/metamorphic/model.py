@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.metamorphic.spec import ROWS, Shape, Task
 
@@ -101,6 +110,9 @@ def _bare(kind: str) -> nn.Module:
     common |= {"num_key_value_heads": 2, "max_position_embeddings": 16, **shape}
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=6, tie_word_embeddings=True))
+    if kind == "mixtral":
+        common |= {"intermediate_size": 40}  # rows of parts of matrices are aligned to 16 bytes, for grouped_mm
+        return MixtralForCausalLM(MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2))
     return LlamaForCausalLM(LlamaConfig(**common))
 
 
@@ -112,8 +124,9 @@ def build_model(task: Task, recompute: str = "") -> nn.Module:
         if task.adapters:
             from peft import LoraConfig, get_peft_model
 
-            targets = ["c_attn", "c_fc"] if task.model == "gpt2" else ["q_proj", "v_proj", "down_proj"]
-            options = {"target_modules": targets, "fan_in_fan_out": task.model == "gpt2", "init_lora_weights": False}
+            targets = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}
+            modules = targets.get(task.model, ["q_proj", "v_proj", "down_proj"])
+            options = {"target_modules": modules, "fan_in_fan_out": task.model == "gpt2", "init_lora_weights": False}
             model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, **options))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -260,6 +273,8 @@ def ds_config(task: Task, shape: Shape, folder: str) -> dict[str, Any]:
         config["checkpoint"] = {"load_universal": True}
     if shape.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": shape.tensor}
+    if shape.experts > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": shape.experts}
     if task.schedule:
         steps = {"warmup_num_steps": 1, "total_num_steps": 5, "warmup_max_lr": RATE, "warmup_min_lr": RATE / 3}
         config["scheduler"] = {"type": "WarmupDecayLR", "params": steps}

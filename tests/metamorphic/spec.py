@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tests.support.as_json import AsJson
 
 DRIVERS = ("engine", "own", "accelerate", "trainer")
-MODELS = ("llama", "gpt2", "qwen3", "mlp", "encoder", "normed")
+MODELS = ("llama", "gpt2", "qwen3", "mixtral", "mlp", "encoder", "normed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adafactor", "AdamW8bit", "OneBitAdam")
 # Of the data and of training; "" is none.
@@ -94,6 +94,7 @@ class Shape:
         gather_group: ranks that gather weights among themselves (hpZ); 0: all.
         tensor: tensor-parallel ranks.
         sequence: sequence-parallel ranks.
+        experts: ranks that hold all experts together, whole tensor groups among them.
         small: buckets of a few elements, and all limits of stage 3 at zero.
         keeps_on_host: kept inputs of recomputed layers are stored on the host, in one buffer.
         universal: the checkpoint that this shape resumes from is first converted to DeepSpeed's universal form.
@@ -110,6 +111,7 @@ class Shape:
     gather_group: int = 0
     tensor: int = 1
     sequence: int = 1
+    experts: int = 1
     tiles: str = ""
     recompute: str = ""
     small: bool = False

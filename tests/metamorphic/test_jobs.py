@@ -49,6 +49,7 @@ CHOICES = {
     "gather_group": (0, 2),
     "tensor": (1, 2),
     "sequence": (1, 2, 4),
+    "experts": (1, 2, 4),
     "wire": ("", "weights", "gradients"),
     "scale_power": (10, 26),
     **dict.fromkeys(("adapters", "uneven", "small", "overlap", "keeps_on_host", "universal"), (True, False)),

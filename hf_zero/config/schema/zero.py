@@ -161,11 +161,13 @@ def _offload_rules(path: str, stages: tuple[int, ...]) -> Iterator[Rule]:
 def _not_divided(size: GroupSize, stage: int, tensor_size: int, ranks: Ranks) -> object:
     count = ranks.with_same_weights
     divides = not isinstance(size, int) or size < 1 or count % size == 0
-    return stage != 0 and ranks.divides and not divides and {"ranks": count, "size": size}
+    cut = tensor_size > 1
+    which = f" with the same parts of matrices ({ranks.world_size} / autotp_size {tensor_size})" if cut else ""
+    return stage != 0 and ranks.divides and not divides and {"ranks": count, "size": size, "which": which}
 
 
 def _second_shards(config: Root, ranks: Ranks) -> Iterator[Problem]:
-    """AnyRule that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
+    """Rule that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
     zero, own = config.section(Zero), config.own
     size, shard, hosts = gather_size_in(zero, own), shard_size_in(zero, own), ranks.hosts
     if not isinstance(size, int) or not ranks.divides:
@@ -389,7 +391,7 @@ class Zero(StrictSection):
             Rule(
                 keys=(path, STAGE, TENSOR, RANKS),
                 broken=_not_divided,
-                rule="the number of ranks, {ranks}, is not a multiple of {size}",
+                rule="the number of ranks{which}, {ranks}, is not a multiple of {size}",
                 fix="give a divisor of {ranks}, or start another number of ranks",
             )
             for path in GROUP_KEYS
