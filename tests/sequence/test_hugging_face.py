@@ -12,7 +12,7 @@ import torch
 from hf_zero.config import ConfigError
 from hf_zero.integration.huggingface.prepare import fill_autos
 from hf_zero.integration.huggingface.views import sequence_size
-from hf_zero.integration.patches.transformers_trainer import refuse_other_losses
+from hf_zero.integration.patches.transformers_trainer import refuse_losses_of_whole_sequences
 from tests.integration.flows import clean
 from tests.sequence.hugging_face import by_accelerator, by_trainer, parallelism, rows_of
 from tests.sequence.training import Trained, in_one_process, model_of
@@ -32,11 +32,13 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
 
     A user compared training with accumulation with one process: the first update's loss was 5.58096 instead of 5.57635.
     transformers' loss for sequence parallelism ignores `num_items_in_batch`, so micro-batches counted equally,
-    regardless of their tokens."""
+    regardless of their tokens. It also ignores label_smoothing_factor, which was an error here."""
     found, rows = {}, rows_of(6)
-    for stage, accumulation in ((2, 1), (3, 4)):  # 6 batches: the last update has 2
-        plain = in_one_process(model_of("llama"), rows, data_ranks=1, accumulation=accumulation, by_tokens=True)
-        trained, trainer = by_trainer(rows, Path(folder) / str(stage), stage=stage, size=2, accumulation=accumulation)
+    for stage, accumulation, smoothing in ((2, 1, 0.0), (3, 4, 0.1)):  # 6 batches: the last update has 2
+        of_plain: dict[str, Any] = {"accumulation": accumulation, "by_tokens": True, "smoothing": smoothing}
+        plain = in_one_process(model_of("llama"), rows, data_ranks=1, **of_plain)
+        options = {"accumulation": accumulation, "label_smoothing_factor": smoothing}
+        trained, trainer = by_trainer(rows, Path(folder) / str(stage), stage=stage, size=2, **options)
         found[f"Trainer, stage {stage}"] = largest_difference(trained, plain.losses, plain)
         if stage == 2:
             found["evaluation"] = abs(trainer.evaluate()["eval_loss"] - _evaluated(plain, rows[:4]))
@@ -99,19 +101,11 @@ def test_two_groups_of_two_ranks(tmp_path: Path) -> None:
     assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < TOLERANCE
 
 
-def test_losses_that_trainer_would_leave_out() -> None:
-    """With sequence parallelism transformers returns the model's own loss, before it considers these."""
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(parallelism_config=parallelism(2)),
-        args=SimpleNamespace(label_smoothing_factor=0.1),
-        label_smoother=object(),
-        compute_loss_func=None,
-    )
-    with pytest.raises(ValueError, match=r"label_smoothing_factor = 0.1: .*sp_size = 2.* would leave this out"):
-        refuse_other_losses(trainer)
-    trainer.label_smoother, trainer.compute_loss_func = None, max
-    with pytest.raises(ValueError, match=r"compute_loss_func: .* would leave this out"):
-        refuse_other_losses(trainer)
+def test_a_loss_of_whole_sequences_is_refused() -> None:
+    """With sequence parallelism transformers returns the model's own loss, before it considers this one."""
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=parallelism(2)), compute_loss_func=max)
+    with pytest.raises(ValueError, match=r"compute_loss_func: .*sp_size = 2.* Trainer would take the model's own loss"):
+        refuse_losses_of_whole_sequences(trainer)
 
 
 def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.tensor.peculiar import MORE
 from tests.tensor.plans import tiny
@@ -123,10 +124,20 @@ class Trained:
 
 
 def in_one_process(
-    model: nn.Module, data: Sequence[Batch], *, data_ranks: int, accumulation: int = 1, by_tokens: bool = False
+    model: nn.Module,
+    data: Sequence[Batch],
+    *,
+    data_ranks: int,
+    accumulation: int = 1,
+    by_tokens: bool = False,
+    smoothing: float = 0.0,
 ) -> Trained:
     """Plain PyTorch with `accumulation` batches of each of `data_ranks` per update, weighted equally, or by their
-    tokens if `by_tokens`: then losses are those of updates. The last update may have fewer batches."""
+    tokens if `by_tokens`: then losses are those of updates. The last update may have fewer batches.
+
+    Args:
+        smoothing: of labels, as Trainer does it.
+    """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, per_update = [], data_ranks * accumulation
@@ -135,7 +146,8 @@ def in_one_process(
         tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in together]
         total = 0.0
         for batch, own in zip(together, tokens, strict=True):
-            loss = model(**batch).loss
+            output = model(**batch)
+            loss = LabelSmoother(smoothing)(output, batch["labels"], shift_labels=True) if smoothing else output.loss
             share = loss * own / sum(tokens) if by_tokens else loss / len(together)
             share.backward()
             total += share.item()

@@ -69,20 +69,31 @@ def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:
     return cast(Tensor, loss * share.to(loss.dtype))
 
 
-def refuse_other_losses(trainer: Any) -> None:
+def refuse_losses_of_whole_sequences(trainer: Any) -> None:
     """
     Raises:
-        ValueError: if a loss is requested that Trainer would ignore.
+        ValueError: for `compute_loss_func`, which Trainer would ignore.
     """
-    smoothing = trainer.args.label_smoothing_factor
-    setting = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
-    setting = "compute_loss_func" if trainer.compute_loss_func is not None else setting
-    if setting:
+    if trainer.compute_loss_func is not None:
         raise ValueError(
-            f"{setting}: where ranks share sequences (ParallelismConfig.sp_size = "
-            f"{trainer.accelerator.parallelism_config.sp_size}), Trainer takes the model's own loss and would leave "
-            "this out; remove it, or train without sequence parallelism"
+            "compute_loss_func: where ranks share sequences (ParallelismConfig.sp_size = "
+            f"{trainer.accelerator.parallelism_config.sp_size}), a rank has a part of every sequence, and such a "
+            "function is written for whole ones: Trainer would take the model's own loss. Remove it, or train without "
+            "sequence parallelism"
         )
+
+
+def smoothed(model: Callable[..., Any], smoother: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The model's forward with the loss of `label_smoothing_factor`, of this rank's tokens."""
+
+    def forward(**inputs: Any) -> Any:
+        labels = inputs.pop(_LABELS)
+        del inputs["labels"]  # with labels, a model may compute its loss without logits
+        output = model(**inputs)
+        output.loss = smoother(output, labels)
+        return output
+
+    return forward
 
 
 def _num_tokens(batch: Any) -> Tensor:
@@ -197,16 +208,19 @@ def around_batches(original: Function, self: Any, epoch_iterator: Any, num_batch
 
 @PATCHES.add(
     "Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)",
-    without="where ranks share sequences, micro-batches of an update count alike, however many tokens they have",
-    until="deepspeed_sp_compute_loss takes num_items_in_batch",
+    without="where ranks share sequences, micro-batches of an update count alike, however many tokens they have, and "
+    "label_smoothing_factor and compute_loss_func are ignored",
+    until="deepspeed_sp_compute_loss takes num_items_in_batch and Trainer's losses",
 )
 def around_compute_loss(
     original: Function, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """With sequence parallelism, upstream's loss is the mean over the tokens of one micro-batch."""
+    """With sequence parallelism, upstream's loss is the model's own, its mean over the tokens of one micro-batch."""
     is_shared = self.model.training and shares_sequences(self)
     if is_shared:
-        refuse_other_losses(self)
+        refuse_losses_of_whole_sequences(self)
+        if self.label_smoother is not None and _LABELS in inputs:
+            model = smoothed(model, self.label_smoother)
     result = original(self, model, inputs, return_outputs, num_items_in_batch)
     if not is_shared:
         return result
