@@ -196,7 +196,7 @@ def _deepspeed(
     kept += gradients if on_device and kept_in_16_bits and estimate.candidate.stage == 3 else 0
     whole, bucket = 0, 0
     if estimate.candidate.stage in (1, 2) and on_device:
-        kept += model.num_buffer_bytes - device.get(BUFFERS, 0)
+        kept += model.buffer_bytes(shards_scales=False) - device.get(BUFFERS, 0)
         keys = resolve(estimate.config, model=model.view, world_size=ranks).zero.keys
         bucket = weight * keys.reduce_bucket_size * (2 if keys.overlap_comm else 1)
     if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:

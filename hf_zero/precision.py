@@ -4,11 +4,11 @@ loss scales for fp16."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_zero.config import LossScalePolicy, PrecisionPolicy
 
+_T = TypeVar("_T", bound=torch.Tensor)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _UNLIKE = re.compile(r"expected scalar type|to have the same dtype|must have the same dtype|should be the same$")
@@ -182,12 +183,53 @@ def _codes_of_weight(state: Any) -> Any:
     return object.__new__(_class_of_codes(state))
 
 
-def leave_codes_to_weights(module: nn.Module) -> None:
+def prepare_packed(module: nn.Module) -> None:
+    """Let stage 3 shard packed weights with their scales, and release them: `scales_of` finds the scales from then on,
+    and nothing else refers to the codes."""
+    _leave_codes_to_weights(module)
+    for parameter in module.parameters():
+        state: Any = getattr(parameter, "quant_state", None)
+        absmax = getattr(state, "absmax", None)
+        if absmax is not None:
+            state.absmax = absmax if isinstance(absmax, nn.Parameter) else nn.Parameter(absmax, requires_grad=False)
+            setattr(state.absmax, _PACKED, True)
+
+
+def scales_of(weight: torch.Tensor) -> nn.Parameter | None:
+    """The scales that stage 3 shards, gathers and releases with a packed weight. None before `prepare_packed`, and for
+    weights whose scales stay whole on every rank, because they are small: those of 8-bit weights, one per row.
+
+    bitsandbytes reads them from the weight's `quant_state`, where they are a parameter, which is none of the module's.
+    The scales of scales and tables of code values stay whole.
+    """
+    scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
+    return scales if isinstance(scales, nn.Parameter) else None
+
+
+def with_scales(parameters: Iterable[_T]) -> Iterator[_T | nn.Parameter]:
+    """Yield each parameter, and after a packed weight its scales, if stage 3 shards these."""
+    for parameter in parameters:
+        yield parameter
+        scales = scales_of(parameter)
+        if scales is not None:
+            yield scales
+
+
+def named_with_scales(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """`module.named_parameters()`, with the scales that stage 3 shards, under their names in a state dict."""
+    for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+        yield name, parameter
+        scales = scales_of(parameter)
+        if scales is not None:
+            yield f"{name}.absmax", scales
+
+
+def _leave_codes_to_weights(module: nn.Module) -> None:
     """Drop the references to an 8-bit weight's codes that bitsandbytes' layers keep outside of it."""
     for inner in module.modules():
         weight: Any = dict(inner.named_parameters(recurse=False)).get("weight")
         state: Any = getattr(inner, "state", None)
-        if weight is None or not hasattr(weight, "SCB") or not is_packed(weight):
+        if weight is None or state is None or not hasattr(weight, "SCB") or not is_packed(weight):
             continue
         weight.CB, state.SCB = None, weight.SCB
         if not isinstance(state, _CodesOfWeight):

@@ -37,7 +37,7 @@ from hf_zero.features import ASKED, DIMENSIONS, DIMENSIONS_OF_FEATURES, EngineTo
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.store import of, suspended
-from hf_zero.precision import can_be_cut, cast_buffers, mark_packed, precision_from
+from hf_zero.precision import can_be_cut, cast_buffers, mark_packed, precision_from, with_scales
 from hf_zero.step.assemble import (
     Assembly,
     EnginePlan,
@@ -208,7 +208,7 @@ def _prepare_model(
     mark_packed(model)
     if plan.sharding.shards_parameters:
         place_unsharded(model, plan.precision, device)
-        managed = {id(p) for p in model.parameters() if can_be_cut(p)}
+        managed = {id(p) for p in with_scales(model.parameters()) if can_be_cut(p)}
     else:
         managed = set()
         if base is not None:

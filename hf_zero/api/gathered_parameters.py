@@ -23,14 +23,15 @@ from hf_zero.params.consolidation import unsharded_values, with_extra_states
 from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.store import of
-from hf_zero.precision import is_packed
+from hf_zero.precision import is_packed, named_with_scales, with_scales
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded import ShardedParameters
 
 
 class GatheredParameters:
-    """Context in which `params` have their whole values on every rank. Collective: enter and leave it on all ranks.
+    """Context in which `params` have their whole values on every rank, quantized ones also their scales. Collective:
+    enter and leave it on all ranks.
 
         with GatheredParameters(model.lm_head.weight, modifier_rank=0):
             if rank == 0:
@@ -86,9 +87,11 @@ unwrap_model_for_generation = gathered  # DeepSpeed's name
 
 
 def handles_of(params: Any) -> list[ShardedParameter]:
-    """The sharded parameters of `params`, each once, in the order of sharding (the same on all ranks)."""
+    """The sharded parameters of `params` and their sharded scales, each once, in the order of sharding (the same on all
+    ranks)."""
     candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
-    handles = {id(handle): handle for item in candidates if isinstance(item, Tensor) and (handle := of(item))}
+    tensors = with_scales(item for item in candidates if isinstance(item, Tensor))
+    handles = {id(handle): handle for tensor in tensors if (handle := of(tensor))}
     return sorted(handles.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
 
 
@@ -192,7 +195,7 @@ def load_whole(
         RuntimeError: for tensors of other shapes and, with `strict`, for missing or unexpected names. Nothing has been
             written.
     """
-    places: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    places: dict[str, Tensor] = dict(named_with_scales(module, remove_duplicate=False))
     places |= {name: place for name, place in module.state_dict().items() if name not in places}
     missing = [name for name in module.state_dict() if name not in state_dict]
     unexpected = [name for name in state_dict if name not in places]

@@ -24,7 +24,15 @@ from hf_zero.offload.vector import InMemoryVector, stop_if_any
 from hf_zero.params.partitioning import reshard, shard_parameter, unshard
 from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
 from hf_zero.params.store import ACTIVE, of
-from hf_zero.precision import Precision, can_be_cut, is_packed, leave_codes_to_weights, mark_packed, precision_from
+from hf_zero.precision import (
+    Precision,
+    can_be_cut,
+    is_packed,
+    mark_packed,
+    precision_from,
+    prepare_packed,
+    with_scales,
+)
 
 if TYPE_CHECKING:
     from hf_zero.offload.swap_store import SwapStore
@@ -160,9 +168,10 @@ class ShardAsLoaded:
         self._rules = Init(config_dict_or_path=config)._init_rules
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Shard a parameter, unless it is on the meta device, or stage 3 leaves it whole."""
-        if of(parameter) is None and _can_be_sharded(parameter):
-            self._rules.shard(parameter, is_loaded=True)
+        """Shard a parameter, and its scales, unless it is on the meta device, or stage 3 leaves it whole."""
+        for each in with_scales([parameter]):
+            if of(each) is None and _can_be_sharded(each):
+                self._rules.shard(each, is_loaded=True)
 
     def end(self) -> None:
         """Collective if shards are on a drive.
@@ -237,9 +246,10 @@ class _InitRules:
         """Shard parameters of `module` and its submodules that are still whole."""
         self.close()
         mark_packed(module)
-        leave_codes_to_weights(module)
+        prepare_packed(module)
         for inner in module.modules():
-            fresh = [p for p in inner.parameters(recurse=False) if of(p) is None and _can_be_sharded(p)]
+            own = with_scales(inner.parameters(recurse=False))
+            fresh = [parameter for parameter in own if of(parameter) is None and _can_be_sharded(parameter)]
             for parameter in inner.parameters(recurse=False):
                 if parameter.is_floating_point() and not parameter.numel():
                     parameter.data = parameter.data.to(self._precision.parameter_dtype(parameter.dtype))

@@ -37,7 +37,8 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import whole_shape
 from hf_zero.errors import CheckpointError
-from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values, whole_scales
+from hf_zero.precision import named_with_scales
 from hf_zero.quantities import bytes_of
 from hf_zero.staging import StagingFolder, alone_in
 
@@ -311,10 +312,11 @@ def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaite
     """The state dict with places for its parameters, and the place of each parameter by id."""
     awaited: dict[int, Awaited] = {}
     entries: dict[str, Awaited | Tensor] = {name: buffer.detach() for name, buffer in persistent_buffers(module)}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_with_scales(module, remove_duplicate=False):
         if parameter.requires_grad or not exclude_frozen:
             entries[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
-    return {name: entries[name] for name in state_dict_order(module) if name in entries}, awaited
+            entries.update(whole_scales(name, parameter))
+    return {name: entries[name] for name in state_dict_order(module) if name in entries} | entries, awaited
 
 
 # Whole fp32 weights from a sharded checkpoint as library calls, under DeepSpeed's names.

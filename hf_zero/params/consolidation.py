@@ -14,6 +14,7 @@ from hf_zero.comm.parts import whole_value
 from hf_zero.params.partitioning import all_gather_values, batches
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.store import of
+from hf_zero.precision import named_with_scales, scales_of, with_scales
 
 MAX_GATHERED_NUMEL = 1 << 26
 EXTRA_STATE = "_extra_state"  # torch's name
@@ -37,7 +38,7 @@ def consolidated_state_dict(
             host = values.detach().to("cpu", copy=True)
             state_dict.update(dict.fromkeys(names[id(parameter)], host))
             for name in names[id(parameter)]:
-                state_dict.update(_scales_beside(name, parameter))
+                state_dict.update(whole_scales(name, parameter))
     if not keeps:
         return {}
     for name, buffer in persistent_buffers(module):
@@ -45,12 +46,15 @@ def consolidated_state_dict(
     return {name: state_dict[name] for name in state_dict_order(module) if name in state_dict} | state_dict
 
 
-def _scales_beside(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The scales of a packed parameter in host memory, under the names that its layer saves them with."""
+def whole_scales(name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The tensors beside a packed parameter that are whole on every rank, in host memory, under the names that its
+    layer saves them with."""
     state: Any = getattr(parameter, "quant_state", None)
     scales: dict[str, Tensor] = {}
     if state is not None:
-        scales = {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        sharded = scales_of(parameter)
+        entries = state.as_dict(packed=True).items()
+        scales = {f"{name}.{key}": value for key, value in entries if sharded is None or value is not sharded}
     elif getattr(parameter, "SCB", None) is not None:
         layer = name.rpartition(".")[0]
         rows = torch.tensor(0, dtype=torch.uint8)  # the only format that bitsandbytes still has
@@ -65,7 +69,7 @@ def unsharded_values(
     include: Collection[str] = (),
     together_numel: int | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield every parameter once with its whole values. Collective.
+    """Yield every parameter, and the scales that stage 3 shards, once with its whole values. Collective.
 
     Args:
         include: names of frozen parameters that are not excluded.
@@ -73,7 +77,7 @@ def unsharded_values(
     """
     most = MAX_GATHERED_NUMEL if together_numel is None else together_numel
     named = module.named_parameters()
-    chosen = [p for name, p in named if p.requires_grad or not exclude_frozen or name in include]
+    chosen = with_scales(p for name, p in named if p.requires_grad or not exclude_frozen or name in include)
     for batch in batches(chosen, lambda parameter: parameter.numel(), most):
         yield from _whole(batch)
 
@@ -89,7 +93,7 @@ def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tenso
 
 def _names_by_parameter(module: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_with_scales(module, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
 

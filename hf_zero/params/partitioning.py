@@ -23,6 +23,7 @@ from hf_zero.params.sharded_parameter import (
 )
 from hf_zero.params.stand_ins import READ_FIX, refusal
 from hf_zero.params.store import HANDLE, of, opened_for_build
+from hf_zero.precision import with_scales
 
 # Temporary unsharding: parameters are gathered into separate tensors, held, and resharded.
 
@@ -187,7 +188,7 @@ def _chunk_of_rank_0(values: Tensor, groups: ParallelGroups) -> Tensor:
 
 def unpartition(module: nn.Module) -> None:
     """Turn the sharded parameters of `module` back into plain parameters. Collective."""
-    for parameter in module.parameters():
+    for parameter in with_scales(module.parameters()):
         handle = of(parameter)
         if handle is not None:
             make_plain(handle)

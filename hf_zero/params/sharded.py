@@ -30,7 +30,7 @@ from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter, 
 from hf_zero.params.stand_ins import FirstNan, StandIns
 from hf_zero.params.store import ParameterStore, Trained, TrainedBucket, of
 from hf_zero.params.unit import Unit, UnitPart, UnitState
-from hf_zero.precision import Precision, can_be_cut, is_packed
+from hf_zero.precision import Precision, can_be_cut, is_packed, named_with_scales, with_scales
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
@@ -56,7 +56,7 @@ class UnitBuilder:
     ) -> None:
         """`may_gather_directly`: gathers may write parameters where they are used, see `UnitPart`."""
         self._may_gather_directly = may_gather_directly
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in named_with_scales(module)}
         inside = list(module.parameters())
         self.everything = [*inside, *(p for p in trained.parameters if id(p) not in self._names)]
         self.masters: dict[ShardedParameter, Callable[[Tensor], None]] = {}
@@ -73,7 +73,8 @@ class UnitBuilder:
 
     def choose_persistent(self) -> set[int]:
         """Ids of the parameters that stay gathered: small ones, those with separate groups (their modules communicate
-        with other ranks, and so must not wait for a gather), and those of other modules, which have no hooks."""
+        with other ranks, and so must not wait for a gather), and those of other modules, which have no hooks. Scales
+        stay gathered if their weight does."""
         outside = [id(p) not in self._names or self._groups.of(p) is not self._groups for p in self.everything]
         stays = stay_gathered(
             [parameter.numel() for parameter in self.everything],
@@ -81,7 +82,8 @@ class UnitBuilder:
             largest=self._policy.stage3_param_persistence_threshold,
             budget=self._policy.stage3_model_persistence_threshold,
         )
-        return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
+        chosen = (parameter for parameter, is_chosen in zip(self.everything, stays, strict=True) if is_chosen)
+        return {id(parameter) for parameter in with_scales(chosen)}
 
     def build(self, gathered_modules: Sequence[GatheredModule], persistent: Collection[int]) -> tuple[Unit, ...]:
         """Build the units in gather order, the persistent unit last. Collective: whole parameters are broadcast.
@@ -96,11 +98,11 @@ class UnitBuilder:
             )
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
-            parts = self._build_parts([p for p in members if id(p) not in persistent])
+            parts = self._build_parts([p for p in with_scales(members) if id(p) not in persistent])
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         on_device = MemoryStore(runtime_of(self._device).own)
-        parts = self._build_parts([p for p in self.everything if id(p) in persistent], on_device)
+        parts = self._build_parts([p for p in with_scales(self.everything) if id(p) in persistent], on_device)
         if parts:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)

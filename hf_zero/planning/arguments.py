@@ -128,6 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--base-bits", type=int, choices=[4, 8], default=0, help="with --lora-rank: a base in 4 bit (QLoRA) or 8 bit"
     )
+    training.add_argument(
+        "--double-quant", action="store_true", help="with --base-bits 4: scales in 8 bit (bnb_4bit_use_double_quant)"
+    )
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
     training.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share each matrix (1)"
@@ -165,6 +168,8 @@ def check_at_once(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error("--lora-rank: LoRA needs peft, which is not installed. Run pip install peft")
     if arguments.base_bits and not arguments.lora_rank:
         parser.error("--base-bits: only a base that is not trained is quantized. Give --lora-rank R, too")
+    if arguments.double_quant and arguments.base_bits != 4:
+        parser.error("--double-quant: only a base in 4 bit has such scales. Give --base-bits 4, too, or leave it out")
     if arguments.base_bits and arguments.measure:
         parser.error("--base-bits: --measure runs models with random weights, which are not quantized. Leave out one")
 

@@ -15,6 +15,7 @@ from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
 from hf_zero.planning.machine import Hardware, calibrated, count, hardware
 from hf_zero.planning.model import PlannedModel, load_model
+from hf_zero.planning.packed import PackedBase
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show
 
@@ -91,7 +92,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
     if arguments.calibrate:
         machine = calibrated(machine, training.precision)
     sizes = training.tensor_parallel, training.expert_parallel
-    model = load_model(arguments.model, training.precision, arguments.lora_rank, *sizes, arguments.base_bits)
+    base = PackedBase(arguments.base_bits, arguments.double_quant) if arguments.base_bits else None
+    model = load_model(arguments.model, training.precision, arguments.lora_rank, *sizes, base)
     return model, machine, training, given
 
 

@@ -55,7 +55,7 @@ from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
 from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import ModelTrace
-from hf_zero.precision import can_be_cut, precision_from
+from hf_zero.precision import can_be_cut, precision_from, with_scales
 
 # Stage 3's units of a model without weights: rows, buckets, and which units are gathered when.
 
@@ -179,16 +179,17 @@ def plan_units(
         largest=policy.stage3_param_persistence_threshold,
         budget=policy.stage3_model_persistence_threshold,
     )
-    persistent = {id(parameter) for parameter, chosen in zip(everything, stays) if chosen}
+    persistent = {id(each) for each in with_scales(parameter for parameter, stay in zip(everything, stays) if stay)}
     units: list[PlannedUnit] = []
     unit_of: dict[int, int] = {}
     for _, members in assign_units(model.gathered_modules):
-        chosen = [parameter for parameter in members if id(parameter) not in persistent]
+        chosen = [parameter for parameter in with_scales(members) if id(parameter) not in persistent]
         unit = _unit(chosen, spec_of, specs, (world, model.expert_size))
         if unit.parts:
             unit_of.update({id(parameter): len(units) for parameter in chosen})
             units.append(unit)
-    rest = _unit([p for p in everything if id(p) in persistent], spec_of, specs, (world, model.expert_size))
+    small = [parameter for parameter in with_scales(everything) if id(parameter) in persistent]
+    rest = _unit(small, spec_of, specs, (world, model.expert_size))
     uses = _uses(model, units, unit_of)
     plan = plan_gathers(
         [use for _, use in uses],
@@ -364,7 +365,8 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: ModelTrace) -> Ran
     sizes[BUFFERS, HOST] += update[BUFFERS, HOST]
     if update[BUFFERS, DEVICE] > sum(moment.values()):  # activations are freed before updates begin
         moment = {BUFFERS: update[BUFFERS, DEVICE]}
-    moment[BUFFERS] = moment.get(BUFFERS, 0) + model.num_buffer_bytes + receive_buffers(rank)
+    held = model.buffer_bytes(shards_scales=units is not None)
+    moment[BUFFERS] = moment.get(BUFFERS, 0) + held + receive_buffers(rank)
     for kind, num_bytes in moment.items():
         sizes[kind, DEVICE] += num_bytes
     return RankMemory(*(_by_kind(sizes, place) for place in (DEVICE, HOST, DISK)))

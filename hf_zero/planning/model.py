@@ -21,9 +21,9 @@ from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature, text_config, unwrapped
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning import collector_off, llama
-from hf_zero.planning.packed import num_weights, pack_base, scale_bytes
+from hf_zero.planning.packed import PackedBase, num_weights, pack_base, scale_bytes
 from hf_zero.planning.trace import FEW, AbsentRanks, ModelTrace, NotAlike, Segment, Ulysses, stretch, trace_step
-from hf_zero.precision import is_packed
+from hf_zero.precision import is_packed, with_scales
 from hf_zero.quantities import count_of
 from hf_zero.sequence.attention import check_config, check_model
 from hf_zero.tensor.shard import cut_model
@@ -31,11 +31,6 @@ from hf_zero.tiling.functions import TiledMLPs, dense_mlps
 from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
 
 _VOCABULARY = 32_000
-_OF_BASE = {
-    4: "base in 4 bit: as bitsandbytes stores all linear layers except the head, with scales in fp32 on every rank "
-    "(bnb_4bit_use_double_quant: a quarter of these)",
-    8: "base in 8 bit: as bitsandbytes stores all linear layers except the head, which keep their inputs for backward",
-}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,7 +64,7 @@ class PlannedModel:
         config: config of transformers, or the shape of a Llama.
 
         lora_rank: 0: all parameters are trained.
-        base_bits: of the layers that have adapters; 0: those of `dtype`.
+        base: how the layers that have adapters are stored; None: in `dtype`.
         notes: assumptions.
         tensor_size: ranks that share each matrix; `module` is the part of the first one, which is the largest.
         expert_size: ranks that experts are distributed over; `module` has those of the first one.
@@ -83,7 +78,7 @@ class PlannedModel:
     notes: tuple[str, ...] = ()
     tensor_size: int = 1
     expert_size: int = 1
-    base_bits: int = 0
+    base: PackedBase | None = None
 
     @cached_property
     def whole(self) -> tuple[int, int]:
@@ -105,8 +100,8 @@ class PlannedModel:
 
     @cached_property
     def num_stored(self) -> int:
-        """Number of elements of `dtype` that need as many bytes as these parameters."""
-        return sum(parameter.nbytes for parameter in self.module.parameters()) // self.dtype.itemsize
+        """Number of elements of `dtype` that need as many bytes as these parameters, and scales that can be sharded."""
+        return sum(each.nbytes for each in with_scales(self.module.parameters())) // self.dtype.itemsize
 
     @cached_property
     def num_trained(self) -> int:
@@ -121,10 +116,10 @@ class PlannedModel:
         """(number of expert parameters, number of trained ones); they are sharded over ranks with the same experts."""
         return _totals((p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p))
 
-    @cached_property
-    def num_buffer_bytes(self) -> int:
-        """Bytes of buffers, and of scales, which are whole on every rank as well."""
-        return sum(buffer.nbytes for buffer in self.module.buffers()) + scale_bytes(self.module)
+    def buffer_bytes(self, *, shards_scales: bool) -> int:
+        """Bytes of buffers, and of scales that are whole on every rank as well."""
+        buffers = sum(buffer.nbytes for buffer in self.module.buffers())
+        return buffers + scale_bytes(self.module, are_sharded=shards_scales)
 
     @cached_property
     def view(self) -> ModelView:
@@ -167,7 +162,7 @@ class PlannedModel:
         Raises:
             ConfigError: it cannot be cut for that many ranks.
         """
-        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size, self.base_bits)
+        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size, self.base)
         return replace(self, module=module, tensor_size=tensor_size)
 
 
@@ -177,7 +172,7 @@ def load_model(
     lora_rank: int = 0,
     tensor_size: int = 1,
     expert_size: int = 1,
-    base_bits: int = 0,
+    base: PackedBase | None = None,
 ) -> PlannedModel:
     """Load a model from a folder, a config.json, a hub name (with the cached config.json, if any), or a number of
     parameters (`7e9`, `70b`), which gives a Llama of about that size.
@@ -190,7 +185,7 @@ def load_model(
     try:
         with collector_off():
             config: Any = _llama_of(count) if count else config_of(source)
-            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size, base_bits)
+            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size, base)
     except ConfigError:
         raise
     except ImportError as error:
@@ -199,9 +194,8 @@ def load_model(
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
-    notes = (*[note] * bool(count), *([_OF_BASE[base_bits]] if base_bits else []))
-    sizes = tensor_size, expert_size, base_bits
-    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, *sizes)
+    notes = (*[note] * bool(count), *([] if base is None else [str(base)]))
+    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, tensor_size, expert_size, base)
 
 
 def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:
@@ -354,7 +348,7 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
 
 
 def _build(
-    config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int, base_bits: int
+    config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int, base: PackedBase | None
 ) -> nn.Module:
     """
     Raises:
@@ -367,11 +361,11 @@ def _build(
         warnings.simplefilter("ignore")
         model = llama.LlamaForCausalLM(config) if is_plain else build_model(config, lora_rank)
         model = model.to(dtype)
-    if base_bits:
+    if base is not None:
         if tensor_size > 1 or expert_size > 1:
             rule = "ranks cannot share quantized matrices or experts; stage 3 shards them"
-            raise ConfigError(Problem("--base-bits", base_bits, rule, "leave it out, or set the sizes of groups to 1"))
-        pack_base(model, base_bits)
+            raise ConfigError(Problem("--base-bits", base.bits, rule, "leave it out, or set the sizes of groups to 1"))
+        pack_base(model, base)
     try:
         if tensor_size > 1:
             cut_model(model, AbsentRanks(tensor_size))
@@ -397,7 +391,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 def _fresh(model: PlannedModel) -> nn.Module:
     """Build the model again, because a trace may have enabled gradient checkpointing."""
     sizes = model.tensor_size, model.expert_size
-    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes, model.base_bits)
+    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes, model.base)
 
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
@@ -409,7 +403,7 @@ def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
         raise NotAlike("layers of several kinds")
     if kinds:
         text.layer_types = list(kinds[:layers])
-    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size, model.base_bits)
+    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size, model.base)
 
 
 def _layer_prefix(model: nn.Module) -> str:

@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.precision import is_packed, mark_packed, tensors_of
+from hf_zero.precision import is_packed, mark_packed, prepare_packed, scales_of, tensors_of
 
 _BLOCK = 64  # weights in 4 bit with a common scale in fp32; in 8 bit those of a row have one
+_SCALES = 256  # scales with a common scale in fp32, if they are quantized to 8 bit
 
 
-def pack_base(model: nn.Module, bits: int) -> None:
+@dataclass(frozen=True, slots=True)
+class PackedBase:
+    """How the layers with adapters are stored.
+
+    Attributes:
+        bits: 4 or 8.
+        double_quant: whether the scales of 4-bit weights are quantized, too (`bnb_4bit_use_double_quant`).
+    """
+
+    bits: int
+    double_quant: bool = False
+
+    def __str__(self) -> str:
+        what = f"base in {self.bits} bit: as bitsandbytes stores all linear layers except the head"
+        if self.bits == 8:
+            return f"{what}, which keep their inputs for backward"
+        return f"{what}, with scales in {'8 bit' if self.double_quant else 'fp32 (--double-quant: in 8 bit)'}"
+
+
+def pack_base(model: nn.Module, base: PackedBase) -> None:
     """Replace the layers that have LoRA adapters (all linear ones except the head) by layers in 4 or 8 bit."""
     for module in list(model.modules()):
-        base = getattr(module, "base_layer", None)
-        if type(base) is nn.Linear:
-            module.base_layer = PackedLinear(base, bits)
+        plain = getattr(module, "base_layer", None)
+        if type(plain) is nn.Linear:
+            module.base_layer = PackedLinear(plain, base)
     mark_packed(model)
+    prepare_packed(model)
 
 
 class PackedLinear(nn.Module):
     """A frozen linear layer whose weight consists of codes, with scales beside it."""
 
-    def __init__(self, plain: nn.Linear, bits: int) -> None:
+    def __init__(self, plain: nn.Linear, base: PackedBase) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight = (_in_4_bit if bits == 4 else _in_8_bit)(plain.weight)
+        self.weight = _in_8_bit(plain.weight) if base.bits == 8 else _in_4_bit(plain.weight, base.double_quant)
         self.bias = plain.bias
-        self._keeps_inputs = bits == 8
+        self._keeps_inputs = base.bits == 8
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Linear.apply(x, self.weight, self.out_features, self._keeps_inputs)
         return out if self.bias is None else out + self.bias
 
 
-def _in_4_bit(plain: Tensor) -> nn.Parameter:
+def _in_4_bit(plain: Tensor, double_quant: bool) -> nn.Parameter:
     """Two codes per byte."""
     weight: Any = _codes(torch.empty(-(-plain.numel() // 2), 1, dtype=torch.uint8, device="meta"))
-    absmax = torch.empty(-(-plain.numel() // _BLOCK), device="meta")
+    number = -(-plain.numel() // _BLOCK)
+    absmax = torch.empty(number, dtype=torch.uint8 if double_quant else torch.float32, device="meta")
     weight.quant_state = SimpleNamespace(absmax=absmax, shape=plain.shape)
+    if double_quant:
+        of_scales = torch.empty(-(-number // _SCALES), device="meta")
+        weight.quant_state.offset = torch.empty((), device="meta")
+        weight.quant_state.state2 = SimpleNamespace(absmax=of_scales)
     return weight  # type: ignore[no-any-return]
 
 
@@ -81,7 +108,12 @@ def num_weights(parameter: Tensor) -> int:
     return shape.numel()
 
 
-def scale_bytes(module: nn.Module) -> int:
-    """Bytes of the scales, which are whole on every rank."""
+def scale_bytes(module: nn.Module, *, are_sharded: bool) -> int:
+    """Bytes of the scales that are whole on every rank.
+
+    Args:
+        are_sharded: whether scales are sharded where they can be, as at stage 3.
+    """
     packed = [parameter for parameter in module.parameters() if is_packed(parameter)]
-    return sum(tensor.nbytes for parameter in packed for tensor in tensors_of(parameter)[1:])
+    scales = [(tensor, scales_of(parameter)) for parameter in packed for tensor in tensors_of(parameter)[1:]]
+    return sum(tensor.nbytes for tensor, sharded in scales if not are_sharded or tensor is not sharded)

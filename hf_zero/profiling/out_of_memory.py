@@ -17,6 +17,7 @@ from hf_zero.config.schema.long_sequences import LOSS_BYTES, ActivationCheckpoin
 from hf_zero.device.host_memory import host_available
 from hf_zero.device.registry import reserved, runtime_of
 from hf_zero.features import text_config
+from hf_zero.precision import with_scales
 from hf_zero.profiling.flops import amount
 
 SHARDS, GATHERED, MASTERS, STATES = "parameter shards", "parameters", "master weights", "optimizer states"
@@ -73,7 +74,7 @@ def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:
         yield from (p.grad for p in engine.module.parameters() if p.grad is not None)
 
     yield SHARDS, shards
-    yield GATHERED, lambda: [p.data for p in engine.module.parameters()]
+    yield GATHERED, lambda: [p.data for p in with_scales(engine.module.parameters())]
     yield MASTERS, lambda: [sub_group.master for sub_group in sub_groups]
     yield STATES, states
     yield GRADIENTS, gradients

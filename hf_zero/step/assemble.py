@@ -42,7 +42,7 @@ from hf_zero.precision import (
     can_be_cut,
     is_packed,
     is_wrapped,
-    leave_codes_to_weights,
+    prepare_packed,
     tensors_of,
 )
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
@@ -222,7 +222,7 @@ def place_unsharded(module: nn.Module, precision: Precision, device: torch.devic
     wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
     if wrapped:
         raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
-    leave_codes_to_weights(module)
+    prepare_packed(module)
     for parameter in module.parameters():
         if not can_be_cut(parameter):
             dtype = parameter.dtype
@@ -246,7 +246,8 @@ def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: se
         is_managed = id(parameter) in managed
         if is_managed and not is_packed(parameter):
             continue
-        own, tensors = groups.of(parameter), [each for each in tensors_of(parameter)[is_managed:] if each.numel()]
+        own, tensors = groups.of(parameter), tensors_of(parameter)[is_managed:]
+        tensors = [each for each in tensors if each.numel() and id(each) not in managed]
         if own is groups:
             alike += tensors
         else:

@@ -29,8 +29,9 @@ from transformers import (
 )
 from transformers.modeling_utils import caching_allocator_warmup
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.store import of
-from hf_zero.precision import is_packed, mark_packed, tensors_of
+from hf_zero.precision import is_packed, mark_packed, named_with_scales, tensors_of, with_scales
 from tests.end_to_end.stage3 import arguments, auto_config, whole
 from tests.support.memory import anonymous_memory, most_allocated, profiled_memory
 from tests.support.packed import PackedConfig
@@ -64,7 +65,9 @@ def bits(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scales_of(model: Any) -> list[Tensor]:
-    return [tensors_of(p)[1] for p in model.parameters() if is_packed(p)]
+    """Collective at stage 3."""
+    with GatheredParameters(model.parameters()):
+        return [tensors_of(p)[1].detach().clone() for p in model.parameters() if is_packed(p)]
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -76,7 +79,7 @@ def run_load(rank: int, folder: str, form: str, storage: str, offload: dict[str,
         "transformers.core_model_loading.ThreadPoolExecutor", side_effect=AssertionError("files are read ahead")
     ):
         model = load(folder, form, storage)
-    in_shards = {name: of(parameter) is not None for name, parameter in model.named_parameters()}
+    in_shards = {name: of(parameter) is not None for name, parameter in named_with_scales(model)}
     del alive
     return in_shards, bits(whole(model)), scales_of(model)
 
@@ -103,7 +106,7 @@ def test_loaded_weights_are_in_shards_and_keep_their_bits(
     expected = load(tmp_path, ON_THE_WAY, storage)
     mark_packed(expected)
     for in_shards, values, scales in run_ranks(run_load, WORLD, str(tmp_path), form, storage, offload, init=False):
-        assert all(in_shards.values()), in_shards
+        assert all(in_shards.values()) and len(in_shards) == 21 + 14 * (storage != "int8"), in_shards
         assert {name: value.tolist() for name, value in values.items()} == {
             name: value.tolist() for name, value in bits(dict(expected.named_parameters())).items()
         }
@@ -222,10 +225,13 @@ def test_weights_that_are_dequantized_are_sharded_at_once(write: Callable[[Path]
 
 
 def sizes_of(model: Any) -> tuple[int, int, int]:
-    """(bytes of all parameters, bytes of scales, bytes of the largest weight before it is quantized)."""
+    """(bytes of all that is sharded, bytes of scales that are not, bytes of the largest weight before it is
+    quantized)."""
     parameters = [(p.numel() * p.element_size(), is_packed(p)) for p in model.parameters()]
     largest = max(size * 4 if quantized else size for size, quantized in parameters)
-    return sum(size for size, _ in parameters), sum(each.nbytes for each in scales_of(model)), largest
+    sharded = sum(p.numel() * p.element_size() for p in with_scales(model.parameters()))
+    scales = sum(each.nbytes for each in scales_of(model))
+    return sharded, scales - (sharded - sum(size for size, _ in parameters)), largest
 
 
 def run_allocations(rank: int, folder: str, form: str, storage: str) -> tuple[int, tuple[int, int, int]]:
@@ -289,9 +295,9 @@ def run_between(rank: int, folder: str) -> Any:
         copy.deepcopy(weight)
     model.resize_token_embeddings(104)
     rows = whole(model)["model.embed_tokens.weight"]
-    with_scales = model.hf_quantizer is not None and is_packed(weight)
+    is_quantized = model.hf_quantizer is not None and is_packed(weight)
     del alive
-    return tied, rows, with_scales
+    return tied, rows, is_quantized
 
 
 def test_embeddings_are_tied_and_resized_as_without_shards(tmp_path: Path) -> None:
@@ -310,6 +316,6 @@ def test_embeddings_are_tied_and_resized_as_without_shards(tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps({**shape, "tie_word_embeddings": True}))
     alone = load(tmp_path, ON_THE_WAY)
     expected = alone.lm_head.weight is alone.model.embed_tokens.weight  # transformers 5.3 does not compare
-    for tied, rows, with_scales in run_ranks(run_between, WORLD, str(tmp_path), init=False):
-        assert tied == expected and with_scales and rows.shape == (104, 64)
+    for tied, rows, is_quantized in run_ranks(run_between, WORLD, str(tmp_path), init=False):
+        assert tied == expected and is_quantized and rows.shape == (104, 64)
         assert torch.equal(rows[:96], values["model.embed_tokens.weight"])

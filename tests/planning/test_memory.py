@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from hf_zero.api import run_words
 from hf_zero.config import resolve
 from hf_zero.layout.memory import gradient_sizes
 from hf_zero.offload.memory_estimate import StateSizes, estimate_memory
+from hf_zero.params.store import of
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.memory import STATES, OptimizerSize, Setting, rank_memory, trained_specs
 from hf_zero.planning.model import load_model, trace
+from hf_zero.planning.packed import PackedBase
 from hf_zero.precision import is_packed, tensors_of
 from tests.planning.material import config_folder
 from tests.support.packed import EightBitLinear, PackedLinear, eight_bit, quantise
@@ -165,26 +168,29 @@ def test_the_ratio_of_offloaded_states() -> None:
     assert 0.5 <= found.host["optimizer"] / (3 * model.num_parameters) < 0.75, "whole buckets"
 
 
-def engines_on_codes(rank: int, folder: str, bits: int) -> list[tuple[dict[str, int], int]]:
+def engines_on_codes(rank: int, folder: str, base: PackedBase) -> list[tuple[dict[str, int], int]]:
+    """By stage: bytes of states, and of scales that are whole on this rank."""
     found = []
     for stage in (2, 3):
         torch.manual_seed(0)
-        model = packed_model(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).bfloat16(), bits)
+        model = packed_model(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).bfloat16(), base)
         peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
         groups = [{**each, "params": [p for p in each["params"] if p.requires_grad]} for each in _groups(peft)]
         engine, *_ = initialize(model=peft, model_parameters=groups, config=filled(Candidate(stage), folder, "bf16"))
-        scales = [tensors_of(p)[1].nbytes for p in engine.module.parameters() if is_packed(p)]
+        scales = [each for p in engine.module.parameters() if is_packed(p) for each in tensors_of(p)[1:]]
+        whole = [each.nbytes for each in scales if of(each) is None]
         tokens = torch.zeros(1, 16, dtype=torch.long)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
-        found.append((state_bytes(engine), sum(scales)))
+        found.append((state_bytes(engine), sum(whole)))
         engine.destroy()
     return found
 
 
-def packed_model(model: Any, bits: int) -> Any:
+def packed_model(model: Any, base: PackedBase) -> Any:
     """With all linear layers except the head in 4 or 8 bit."""
-    layer, codes = (PackedLinear, quantise) if bits == 4 else (EightBitLinear, eight_bit)
+    in_4_bit = partial(quantise, double_quant=base.double_quant)
+    layer, codes = (PackedLinear, in_4_bit) if base.bits == 4 else (EightBitLinear, eight_bit)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name != "lm_head":
             linear = layer(module.in_features, module.out_features, bias=False)
@@ -193,12 +199,12 @@ def packed_model(model: Any, bits: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_base_is_that_of_engines_to_the_byte(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [PackedBase(4), PackedBase(4, double_quant=True), PackedBase(8)])
+def test_a_quantized_base_is_that_of_engines_to_the_byte(base: PackedBase, tmp_path: Path) -> None:
     """`plan 70b --lora-rank 16` only knew bases in 16 bit, for which stage 2 needed 140 GB per rank instead of 41."""
     folder = config_folder(tmp_path)
-    [measured, _] = run_ranks(engines_on_codes, 2, folder, bits)
-    model = load_model(folder, "bf16", lora_rank=4, base_bits=bits)
+    [measured, _] = run_ranks(engines_on_codes, 2, folder, base)
+    model = load_model(folder, "bf16", lora_rank=4, base=base)
     plain = load_model(folder, "bf16", lora_rank=4)
     assert model.whole == plain.whole and model.num_parameters == plain.num_parameters
     traced = trace(model, micro_batch=1, length=16, checkpointing=False)
@@ -209,4 +215,6 @@ def test_a_quantized_base_is_that_of_engines_to_the_byte(bits: int, tmp_path: Pa
         memory = rank_memory(model, setting, traced)
         kinds = {kind: memory.device.get(kind, 0) for kind in ("parameters", "optimizer")}
         assert states == kinds | {"gradients": _sums(model, setting)}
-        assert scales == model.num_buffer_bytes - plain.num_buffer_bytes > 0
+        planned = (each.buffer_bytes(shards_scales=stage == 3) for each in (model, plain))
+        assert scales == next(planned) - next(planned) >= 0
+        assert bool(scales) == (stage == 2 or base != PackedBase(4)), "whole: those of 8 bit, and scales of scales"

@@ -312,6 +312,13 @@ def test_what_has_no_base_in_4_bit_is_refused(others: tuple[str, ...], capsys: p
     assert "--base-bits: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bits", [(), ("--base-bits", "8")])
+def test_what_has_no_scales_per_block_is_refused(bits: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "8b", "--lora-rank", "8", "--double-quant", *bits])
+    assert "--double-quant: " in capsys.readouterr().err
+
+
 def test_ranks_do_not_share_the_matrices_of_a_base_in_4_bit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "8b", "--lora-rank", "8", "--base-bits", "4", "--gpu", "4090", "--gpus-per-node", "2"]
     assert main([*words, "--tensor-parallel", "2"]) == 2

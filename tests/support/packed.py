@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +13,29 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-BLOCK = 64  # weights with a common scale
+BLOCK, SCALES = 64, 256  # weights with a common scale; scales in 8 bit with a common scale
 METHOD = "stand-in"
+
+
+@dataclass
+class QuantState:
+    """The scales of a weight. They may be in 8 bit, with scales of their own (`state2`)."""
+
+    absmax: Tensor
+    offset: Tensor | None = None
+    state2: QuantState | None = None
+
+    def values(self) -> Tensor:
+        """The scales of the weight's blocks, in fp32."""
+        if self.state2 is None:
+            return self.absmax
+        assert self.offset is not None
+        return self.absmax * self.state2.absmax.repeat_interleave(SCALES)[: len(self.absmax)] + self.offset
+
+    def as_dict(self, packed: bool = False) -> dict[str, Tensor]:
+        if self.state2 is None or self.offset is None:
+            return {"absmax": self.absmax}
+        return {"absmax": self.absmax, "nested_absmax": self.state2.absmax, "offset": self.offset}
 
 
 class Params4bit(nn.Parameter):
@@ -33,38 +53,61 @@ class Params4bit(nn.Parameter):
         return copied
 
 
-def packed(codes: Tensor, absmax: Tensor) -> Params4bit:
+def packed(codes: Tensor, absmax: Tensor, *, double_quant: bool = False) -> Params4bit:
     """A frozen weight of codes, in any storage dtype, and its scales."""
     weight = Params4bit(codes, requires_grad=False)
-    weight.quant_state = SimpleNamespace(absmax=absmax, as_dict=lambda packed: {"absmax": absmax})
+    weight.quant_state = _in_8_bit(absmax) if double_quant else QuantState(absmax)
     return weight
 
 
-def quantise(weight: Tensor, storage: torch.dtype = torch.uint8) -> Params4bit:
+def _in_8_bit(scales: Tensor) -> QuantState:
+    offset = scales.min()
+    steps = torch.stack([block.amax() for block in (scales - offset).split(SCALES)]) / 255
+    codes = (scales - offset) / steps.clamp(min=1e-12).repeat_interleave(SCALES)[: len(scales)]
+    return QuantState(codes.round().to(torch.uint8), offset, QuantState(steps))
+
+
+def quantise(weight: Tensor, storage: torch.dtype = torch.uint8, *, double_quant: bool = False) -> Params4bit:
     """Codes of 1 to 15, two per byte, and a scale for each block."""
     blocks = weight.detach().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1).float()
     codes = (
         (blocks / absmax.clamp(min=1e-12)[:, None].to(weight.dtype) * 7).round_().add_(8).to(torch.uint8).view(-1, 2)
     )
-    return packed((codes[:, 0] | codes[:, 1] << 4).view(storage).view(-1, 1), absmax)
+    return packed((codes[:, 0] | codes[:, 1] << 4).view(storage).view(-1, 1), absmax, double_quant=double_quant)
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """Keeps the codes and the object that has their scales, and dequantizes them again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, state: QuantState, outputs: int) -> Tensor:
+        ctx.codes, ctx.state, ctx.outputs = codes, state, outputs
+        return nn.functional.linear(x, _from_4_bit(codes, state, outputs, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient @ _from_4_bit(ctx.codes, ctx.state, ctx.outputs, gradient.dtype), None, None, None
+
+
+def _from_4_bit(codes: Tensor, state: QuantState, outputs: int, dtype: torch.dtype) -> Tensor:
+    pairs = codes.detach().reshape(-1).view(torch.uint8)
+    blocks = torch.stack([pairs & 15, pairs >> 4], dim=1).view(-1, BLOCK).to(dtype) - 8
+    return (blocks / 7 * state.values().to(dtype)[:, None]).view(outputs, -1)
 
 
 class PackedLinear(nn.Linear):
     """A linear layer with packed weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = self.weight.data.reshape(-1).view(torch.uint8)
-        blocks = torch.stack([codes & 15, codes >> 4], dim=1).view(-1, BLOCK).to(x.dtype) - 8
-        scales: Tensor = self.weight.quant_state.absmax.to(x.dtype)
-        weight = (blocks / 7 * scales[:, None]).view(self.out_features, self.in_features)
-        return nn.functional.linear(x, weight, self.bias)
+        out: Tensor = _FourBitProduct.apply(x, self.weight.view(-1, 1), self.weight.quant_state, self.out_features)
+        return out if self.bias is None else out + self.bias
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = getattr(self.weight, "quant_state", None)
-        if state is not None:
-            destination[f"{prefix}weight.absmax"] = state.absmax
+        for name, value in {} if state is None else state.as_dict().items():
+            destination[f"{prefix}weight.{name}"] = value if keep_vars else value.detach()
 
 
 class Int8Params(nn.Parameter):
@@ -147,12 +190,17 @@ class EightBitLinear(nn.Linear):
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` of from_pretrained. `storage`: the name of the dtype that 4-bit codes are stored in, or
-    "int8" for 8-bit ones."""
+    """`quantization_config` of from_pretrained.
 
-    def __init__(self, storage: str = "uint8", **_others: Any) -> None:
+    Attributes:
+        storage: the name of the dtype that 4-bit codes are stored in, or "int8" for 8-bit ones.
+        double_quant: whether the scales of 4-bit codes are quantized, too.
+    """
+
+    def __init__(self, storage: str = "uint8", double_quant: bool = False, **_others: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         self.storage = storage
+        self.double_quant = double_quant
 
 
 class _Quantise(ConversionOps):
@@ -160,9 +208,11 @@ class _Quantise(ConversionOps):
         self.quantizer = quantizer
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Any]:
-        storage = self.quantizer.storage
+        storage, double_quant = self.quantizer.storage, self.quantizer.quantization_config.double_quant
         return {
-            name: eight_bit(_first(value)) if storage == torch.int8 else quantise(_first(value), storage)
+            name: eight_bit(_first(value))
+            if storage == torch.int8
+            else quantise(_first(value), storage, double_quant=double_quant)
             for name, value in input_dict.items()
         }
 
@@ -177,7 +227,11 @@ class _Deserialise(ConversionOps):
         codes = _first(input_dict["weight"])
         if "SCB" in input_dict:
             return {"weight": Int8Params(codes, CB=codes, SCB=_first(input_dict["SCB"]))}
-        return {"weight": packed(codes, _first(input_dict["weight.absmax"]))}
+        weight = packed(codes, _first(input_dict["weight.absmax"]))
+        if "weight.nested_absmax" in input_dict:
+            weight.quant_state.offset = _first(input_dict["weight.offset"])
+            weight.quant_state.state2 = QuantState(_first(input_dict["weight.nested_absmax"]))
+        return {"weight": weight}
 
 
 def _first(value: Any) -> Tensor:
@@ -223,6 +277,8 @@ class PackedQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         names = ["SCB", "weight_format"] if self.storage == torch.int8 else ["weight.absmax"]
+        if self.quantization_config.double_quant:
+            names += ["weight.nested_absmax", "weight.offset"]
         return [WeightConverter([*names, "weight"], "weight", operations=[_Deserialise(self)])]
 
     def is_serializable(self, *_others: Any, **_more: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.api.zero_init import ShardAsLoaded
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.integration.patches.transformers import is_stage_3
-from hf_zero.precision import is_packed, leave_codes_to_weights, mark_packed
+from hf_zero.precision import is_packed, mark_packed, prepare_packed
 
 PATCHES = Patches("transformers.core_model_loading")
 _WITHOUT = "every rank loads a quantized model whole before stage 3 shards it"
@@ -84,7 +84,7 @@ def around_set_param(original: Function, model: Any, target_name: str, *rest: An
         name, _, own = target_name.rpartition(".")
         module = model.get_submodule(name)
         mark_packed(module)
-        leave_codes_to_weights(module)
+        prepare_packed(module)
         parameter = module._parameters.get(own)
         if type(parameter) is nn.Parameter or (parameter is not None and is_packed(parameter)):
             shard(parameter)
