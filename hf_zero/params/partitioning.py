@@ -289,6 +289,9 @@ def _pickled(handle: ShardedParameter, protocol: Any) -> Any:
 
 def _copy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
     """An unsharded parameter with the same values, of the same class: packed weights have scales, which it copies."""
-    copied: nn.Parameter = type(handle.parameter).__deepcopy__(handle.parameter, memo)
+    copied: Any = type(handle.parameter).__deepcopy__(handle.parameter, memo)
+    layer = getattr(copied, "module", None)
+    if layer is not None:  # bitsandbytes' copies refer to the layer of the original
+        copied.module = memo.get(id(layer))
     memo[id(handle.parameter)] = copied
-    return copied
+    return copied  # type: ignore[no-any-return]

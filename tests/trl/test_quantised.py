@@ -6,6 +6,8 @@ Stored as floating-point numbers, they were cast to the model's dtype if it diff
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +154,75 @@ def test_training_and_merging_do_not_depend_on_how_a_base_was_loaded(base: str, 
     for name, value in theirs[1].items():
         ours_in_bytes, in_bytes = (each.contiguous().reshape(-1).view(torch.uint8) for each in (ours[1][name], value))
         assert torch.equal(ours_in_bytes, in_bytes), name
+
+
+def _peft(model: Any, adapter: str = "") -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # as engines do
+    if adapter:
+        return PeftModel.from_pretrained(model, adapter)
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(r=4, **options))
+
+
+_TOKENS = torch.arange(8)[None]
+
+
+def _logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=_TOKENS).logits.clone()  # type: ignore[no-any-return]
+
+
+def _used(model: Any, adapted: Any) -> dict[str, Any]:
+    """What a trained model gives."""
+    found: dict[str, Any] = {"logits": _logits(model)}
+    found["tokens"] = adapted.generate(input_ids=_TOKENS, max_new_tokens=6, do_sample=False)
+    adapted.merge_adapter()
+    found["merged"] = _logits(model)
+    adapted.unmerge_adapter()
+    return {**found, "unmerged": _logits(model)}
+
+
+def _run_use(rank: int, folder: str, base: str) -> Any:
+    from transformers import Trainer
+
+    import hf_zero
+
+    config = auto_config(stage3_gather_16bit_weights_on_model_save=True)
+    training = arguments(f"{folder}/out", config, learning_rate=1e-2, max_steps=2)
+    trainer = Trainer(_peft(_load(folder, base, "model")), training, train_dataset=rows_to_train())
+    trainer.train()
+    engine = trainer.model_wrapped
+    with hf_zero.gathered(engine) as whole:
+        copied = copy.deepcopy(whole)
+    found = {"copied": _logits(copied), "pickled": _logits(pickle.loads(pickle.dumps(copied)))}
+    trainer.save_model(f"{folder}/adapter")
+    saved = trainer.accelerator.get_state_dict(engine) or {}
+    return {**found, **_used(engine, trainer.model)}, saved
+
+
+@requires(modules=("bitsandbytes", "peft"))
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["bitsandbytes nf4", "bitsandbytes nf4, scales quantized too"])
+def test_a_trained_model_is_used_as_in_one_process(base: str, tmp_path: Path) -> None:
+    """Evaluated, generated with, copied, merged and saved, with its scales. A copy could not be pickled: bitsandbytes'
+    copied weights refer to the layer of the original."""
+    write_model(tmp_path)
+    (ours, saved), (others, _) = run_ranks(_run_use, 2, str(tmp_path), base, init=False)
+    alone = _load(str(tmp_path), base, "model")
+    for name, value in alone.state_dict().items():
+        of_adapter = "base_model.model." + name
+        for layer in ("q_proj", "down_proj"):
+            of_adapter = of_adapter.replace(f".{layer}.", f".{layer}.base_layer.")
+        assert torch.equal(saved[of_adapter].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
+    adapted = _peft(alone, f"{tmp_path}/adapter")
+    expected = _used(adapted, adapted)
+    expected["copied"] = expected["pickled"] = expected["logits"]
+    for found in (ours, others):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
