@@ -196,11 +196,11 @@ def prepare_packed(module: nn.Module) -> None:
 
 
 def scales_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """The scales that stage 3 shards, gathers and releases with a packed weight. None before `prepare_packed`, and for
-    weights whose scales stay whole on every rank, because they are small: those of 8-bit weights, one per row.
+    """The scales that stage 3 shards, gathers and releases with a packed weight: `quant_state.absmax`, which is a
+    parameter then, although no module has it. None before `prepare_packed`.
 
-    bitsandbytes reads them from the weight's `quant_state`, where they are a parameter, which is none of the module's.
-    The scales of scales and tables of code values stay whole.
+    What is small stays whole on every rank: scales of 8-bit weights (one per row), scales of scales, and tables of code
+    values.
     """
     scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
     return scales if isinstance(scales, nn.Parameter) else None

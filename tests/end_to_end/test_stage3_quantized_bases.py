@@ -8,6 +8,7 @@ bitsandbytes; with that package `tests/trl/test_quantised.py` compares complete 
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.store import of
 from hf_zero.precision import is_packed, mark_packed, named_with_scales, tensors_of, with_scales
 from tests.end_to_end.stage3 import arguments, auto_config, whole
-from tests.support.memory import anonymous_memory, most_allocated, profiled_memory
+from tests.support.memory import anonymous_memory, most_allocated, profiled_memory, still_allocated
 from tests.support.packed import PackedConfig
 from tests.support.ranks import run_ranks
 
@@ -234,12 +235,13 @@ def sizes_of(model: Any) -> tuple[int, int, int]:
     return sharded, scales - (sharded - sum(size for size, _ in parameters)), largest
 
 
-def run_allocations(rank: int, folder: str, form: str, storage: str) -> tuple[int, tuple[int, int, int]]:
+def run_allocations(rank: int, folder: str, form: str, storage: str) -> tuple[int, int, tuple[int, int, int]]:
     alive = arguments(f"{folder}/out", auto_config(), bf16=True)
     with profiled_memory() as profiled:
         model = load(folder, form, storage)
+        gc.collect()
     del alive
-    return most_allocated(profiled), sizes_of(model)
+    return most_allocated(profiled), still_allocated(profiled), sizes_of(model)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,10 @@ def test_a_rank_allocates_its_share_and_one_weight(form: str, storage: str, tmp_
     for its operations."""
     save(tmp_path, config(num_hidden_layers=24), storage)
     mapped = sum(file.stat().st_size for file in (tmp_path / form).glob("*.safetensors"))
-    for most, (model, scales, largest) in run_ranks(run_allocations, WORLD, str(tmp_path), form, storage, init=False):
-        share, grown = model / WORLD, most - mapped  # scales that are on disk stay mapped
+    ranks = run_ranks(run_allocations, WORLD, str(tmp_path), form, storage, init=False)
+    for most, kept, (model, scales, largest) in ranks:
+        assert kept <= 1.02 * (model / WORLD + scales), (kept, model, scales)
+        share, grown = model / WORLD, most - mapped
         allowed = share + scales + 4 * largest
         assert share <= grown <= allowed < 0.75 * (model + scales), (grown, share, scales, largest)
 

@@ -190,17 +190,12 @@ class EightBitLinear(nn.Linear):
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` of from_pretrained.
+    """`quantization_config` of from_pretrained. `storage`: the name of the dtype that 4-bit codes are stored in, or
+    "int8" for 8-bit ones."""
 
-    Attributes:
-        storage: the name of the dtype that 4-bit codes are stored in, or "int8" for 8-bit ones.
-        double_quant: whether the scales of 4-bit codes are quantized, too.
-    """
-
-    def __init__(self, storage: str = "uint8", double_quant: bool = False, **_others: Any) -> None:
+    def __init__(self, storage: str = "uint8", **_others: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         self.storage = storage
-        self.double_quant = double_quant
 
 
 class _Quantise(ConversionOps):
@@ -208,11 +203,9 @@ class _Quantise(ConversionOps):
         self.quantizer = quantizer
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Any]:
-        storage, double_quant = self.quantizer.storage, self.quantizer.quantization_config.double_quant
+        storage = self.quantizer.storage
         return {
-            name: eight_bit(_first(value))
-            if storage == torch.int8
-            else quantise(_first(value), storage, double_quant=double_quant)
+            name: eight_bit(_first(value)) if storage == torch.int8 else quantise(_first(value), storage)
             for name, value in input_dict.items()
         }
 
@@ -227,11 +220,7 @@ class _Deserialise(ConversionOps):
         codes = _first(input_dict["weight"])
         if "SCB" in input_dict:
             return {"weight": Int8Params(codes, CB=codes, SCB=_first(input_dict["SCB"]))}
-        weight = packed(codes, _first(input_dict["weight.absmax"]))
-        if "weight.nested_absmax" in input_dict:
-            weight.quant_state.offset = _first(input_dict["weight.offset"])
-            weight.quant_state.state2 = QuantState(_first(input_dict["weight.nested_absmax"]))
-        return {"weight": weight}
+        return {"weight": packed(codes, _first(input_dict["weight.absmax"]))}
 
 
 def _first(value: Any) -> Tensor:
@@ -277,8 +266,6 @@ class PackedQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         names = ["SCB", "weight_format"] if self.storage == torch.int8 else ["weight.absmax"]
-        if self.quantization_config.double_quant:
-            names += ["weight.nested_absmax", "weight.offset"]
         return [WeightConverter([*names, "weight"], "weight", operations=[_Deserialise(self)])]
 
     def is_serializable(self, *_others: Any, **_more: Any) -> bool:
