@@ -29,7 +29,7 @@ waited for others' values would not run ahead: `tests/hostile` compares values o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -70,12 +70,12 @@ class Node(Event):
     lane: str
     what: str
     before: list[Node]
-    clock: Counter[str]
+    clock: dict[str, int]
     starts: dict[int, Node] = field(default_factory=dict)
 
     def covers(self, other: Node) -> bool:
         """Whether `other` comes before this operation, or is it; both of one rank."""
-        return self.clock[other.lane] >= other.clock[other.lane]
+        return self.clock.get(other.lane, 0) >= other.clock[other.lane]
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.lane}: {self.what}"
@@ -105,7 +105,11 @@ class Graph:
         self._numbers: Counter[tuple[object, ...]] = Counter()
         self._last_of_group: dict[tuple[object, ...], Node] = {}
         self._last_of_device: dict[int, Node] = {}
-        self._accesses: defaultdict[int, list[_Access]] = defaultdict(list)
+        # By rank and storage: tensors of different storages do not overlap.
+        self._accesses: defaultdict[int, dict[int, list[_Access]]] = defaultdict(dict)
+        self._given_back: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(
+            list
+        )  # by rank, since its last use
         self._memory: list[Tensor] = []  # keeps addresses from being reused
         self.faults: list[str] = []
 
@@ -127,10 +131,12 @@ class Graph:
         rank = self._world.rank
         known = [self._last.get((rank, lane)), self._host.get(rank), *after]
         before = [node for node in known if isinstance(node, Node)]
-        clock: Counter[str] = Counter()
+        clock: dict[str, int] = {}
         for node in before:
-            clock |= node.clock
-        clock[lane] += 1
+            for other, number in node.clock.items():
+                if clock.get(other, 0) < number:
+                    clock[other] = number
+        clock[lane] = clock.get(lane, 0) + 1
         node = self._last[rank, lane] = Node(rank, lane, what, before, clock)
         self.nodes.append(node)
         return node
@@ -174,19 +180,28 @@ class Graph:
             return
         start = tensor.data_ptr()
         access = _Access(tensor.detach(), node, start, start + tensor.numel() * tensor.element_size(), writes)
-        accesses = self._accesses[node.rank]
-        accesses[:] = [each for each in accesses if each.tensor.untyped_storage().nbytes()]  # without those given back
+        self._forget_empty(node.rank)
+        accesses = self._accesses[node.rank].setdefault(tensor.untyped_storage()._cdata, [])
         for other in accesses:
             overlaps = other.start < access.stop and access.start < other.stop
             if overlaps and (writes or other.writes) and not node.covers(other.node):
                 self.faults.append(f"{node} {'writes' if writes else 'reads'} what {other.node} may still use")
-        accesses[:] = [each for each in accesses if not (writes and node.covers(each.node) and _within(each, access))]
+        if writes:
+            accesses[:] = [each for each in accesses if not (node.covers(each.node) and _within(each, access))]
         accesses.append(access)
         self._memory.append(tensor.detach())
 
     def gives_back(self, tensor: Tensor) -> None:
         """The compute stream's memory of `tensor` is freed, and may be reused there at once."""
-        self.uses(self.add(Lane.COMPUTE.value, "frees"), tensor, writes=True)
+        node = self.add(Lane.COMPUTE.value, "frees")
+        self.uses(node, tensor, writes=True)
+        self._given_back[node.rank].append(tensor.untyped_storage())
+
+    def _forget_empty(self, rank: int) -> None:
+        """Forget accesses to storages that were given back; one that has memory again goes on."""
+        for storage in self._given_back.pop(rank, ()):
+            if not storage.nbytes():
+                self._accesses[rank].pop(storage._cdata, None)
 
     # Results
 
@@ -200,22 +215,20 @@ class Graph:
 
     def stuck(self) -> list[Node]:
         """Nodes that never run."""
-        after: defaultdict[int, list[Node]] = defaultdict(list)
-        missing: Counter[int] = Counter()
+        after: defaultdict[Node, list[Node]] = defaultdict(list)
+        missing: dict[Node, int] = {}
         for node in self.nodes:
-            for other in self._all_before(node):
-                after[id(other)].append(node)
-                missing[id(node)] += 1
-        ready = [node for node in self.nodes if not missing[id(node)]]
-        done = set()
+            before = self._all_before(node)
+            missing[node] = len(before)
+            for other in before:
+                after[other].append(node)
+        ready = [node for node in self.nodes if not missing[node]]
         while ready:
-            node = ready.pop()
-            done.add(id(node))
-            for later in after[id(node)]:
-                missing[id(later)] -= 1
-                if not missing[id(later)]:
+            for later in after[ready.pop()]:
+                missing[later] -= 1
+                if not missing[later]:
                     ready.append(later)
-        return [node for node in self.nodes if id(node) not in done]
+        return [node for node in self.nodes if missing[node]]
 
     def refuse_faults(self) -> None:
         """Raise Fault if something would hang, or use memory too early."""
@@ -227,15 +240,15 @@ class Graph:
         if faults:
             raise Fault("\n".join(faults[:20]))
 
-    def _all_before(self, node: Node) -> Sequence[Node]:
-        return list({id(each): each for each in (*node.before, *node.starts.values())}.values())
+    def _all_before(self, node: Node) -> Collection[Node]:
+        return dict.fromkeys((*node.before, *node.starts.values()))
 
     def _circle(self, stuck: Sequence[Node]) -> Sequence[Node]:
-        left, node = {id(each) for each in stuck}, stuck[0]
+        left, node = set(stuck), stuck[0]
         path: list[Node] = []
         while node not in path:
             path.append(node)
-            node = next(each for each in self._all_before(node) if id(each) in left)
+            node = next(each for each in self._all_before(node) if each in left)
         return path[path.index(node) :]
 
 
