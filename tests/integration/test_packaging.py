@@ -115,13 +115,13 @@ def test_two_packages_with_one_command(wheel: Path, tmp_path: Path, first: str) 
     site, wheels = Site.empty(tmp_path / "site"), {"deepspeed": real, "hf-zero": wheel}
     second = next(name for name in wheels if name != first)
     for name in (first, second):
-        pip("install", "--no-deps", str(wheels[name]), python=site.python)
+        pip("install", "--no-deps", "--no-compile", str(wheels[name]), python=site.python)
     command = site.python.with_name("deepspeed")
     assert ("the real one" in command.read_text()) is (second == "deepspeed")
     pip("uninstall", "-y", second, python=site.python)
     assert not command.exists()
     assert site.python.with_name("hf-zero").exists() is (first == "hf-zero")
-    pip("install", "--no-deps", "--force-reinstall", str(wheels[first]), python=site.python)
+    pip("install", "--no-deps", "--no-compile", "--force-reinstall", str(wheels[first]), python=site.python)
     assert ("the real one" in command.read_text()) is (first == "deepspeed")
 
 
