@@ -15,6 +15,8 @@ import pytest
 # Set before any Hugging Face library is imported: no test uses the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The threads of an operation that runs on several would wait for each other busily, on cores that other ranks need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Engines would train on an available GPU, while tests pass models and batches on the CPU: 60 tests failed on an H100.
 # GPU-specific code is tested by `make test-gpu`.
 if os.environ.get("HF_ZERO_TEST_GPU") != "1":

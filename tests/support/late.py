@@ -29,12 +29,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
 from hf_zero.device import registry
+from hf_zero.device.cores import Cores
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
 
 _PASSES_AFTER = 2  # ranges: work from before the last forward and backward has long been done
@@ -47,6 +50,7 @@ def use_if_asked_for() -> None:
     """Makes it this process' CPU runtime, if the environment requests it."""
     if os.environ.get(VARIABLE) == "1":
         registry._runtimes[HOST] = Late()
+        mock.patch.object(Cores, "here", lambda: Cores((0,))).start()  # see `use`
         torch.split_with_sizes_copy = split_as_on_cuda
 
 
@@ -62,7 +66,13 @@ class LateError(AssertionError):
     """Something was read too early, or written too late, or freed too soon."""
 
 
-Clock = Counter[Lane]
+# The names of lanes: members of an Enum are hashed in Python, and clocks are read a million times.
+COMPUTE, GATHER, IN, OUT = (lane.value for lane in (Lane.COMPUTE, Lane.GATHER, Lane.IN, Lane.OUT))
+Clock = dict[str, int]
+
+
+def _new_clock() -> Clock:
+    return dict.fromkeys((COMPUTE, GATHER, IN, OUT), 0)
 
 
 class LateEvent(Event):
@@ -88,22 +98,23 @@ class _Span:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A requested copy; forgotten when everybody concerned knows that it is done."""
+    """A requested copy; forgotten when everybody concerned knows that it is done. All tensors are of bytes."""
 
-    lane: Lane
+    lane: str
     number: int
     site: str
     source: Tensor
     target: Tensor
     before: Tensor  # the source at the time of the request
     values: Tensor  # the target's values after the copy
+    spans: tuple[_Span, _Span]  # of source and target
     clock: Clock  # of the lane, including this copy
     is_done: bool = False
     may_change: bool = False  # whether a later copy may overwrite the source
-    spans: tuple[_Span, _Span] = field(init=False)
+    storages: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spans = _span(self.source), _span(self.target)
+        self.storages = _storage(self.source), _storage(self.target)
 
     def is_known(self, clock: Clock) -> bool:
         return clock[self.lane] >= self.number
@@ -115,9 +126,10 @@ class _Lease:
 
     buffer: Tensor
     span: _Span
-    lane: Lane
+    lane: str
     number: int
     site: str
+    storage: int
 
     @property
     def is_gone(self) -> bool:
@@ -129,17 +141,18 @@ class _Row:
     """A source of gathers.
 
     Attributes:
-        row: keeps the memory alive, so that no other row gets its address.
+        row: its bytes; keeps the memory alive, so that no other row gets its address.
         seen: its content at the last check.
         written: the entry of the compute stream that wrote this content.
     """
 
     row: Tensor
     seen: Tensor
+    storage: int
     written: int = 0
 
     def has_changed(self) -> bool:
-        return not torch.equal(_bytes(self.row), _bytes(self.seen))
+        return not torch.equal(self.row, self.seen)
 
 
 class Late(Runtime):
@@ -152,10 +165,10 @@ class Late(Runtime):
         self.runs_ahead = True
         self._early = early
         self._random = random.Random(seed)
-        self._clocks: dict[Lane, Clock] = {lane: Counter() for lane in Lane}
-        self._here = Lane.COMPUTE  # the lane for which `record` and `wait` are called
+        self._clocks = {lane: _new_clock() for lane in (COMPUTE, GATHER, IN, OUT)}
+        self._here = COMPUTE  # the lane for which `record` and `wait` are called
         self._rows: dict[tuple[int, int], _Row] = {}  # rows that were gathered, by address and length
-        self._host: Clock = Counter()
+        self._host = _new_clock()
         self._copies: list[_Copy] = []
         self._leases: list[_Lease] = []
         self._kept: list[tuple[LateEvent, Tensor]] = []
@@ -172,24 +185,24 @@ class Late(Runtime):
         self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
     ) -> Event:
         site = _site()
-        clock = self._clocks[Lane.IN]
+        clock = self._clocks[IN]
         if after is None:
             _learn(clock, self._clocks[self._here])
         elif isinstance(after, LateEvent) and not self.skips(f"{site} after"):
             _learn(clock, after.clock)
         if isinstance(written, LateEvent) and not self.skips(f"{site} written"):
             _learn(clock, written.clock)
-        return self._copy(Lane.IN, home, buffer, site)
+        return self._copy(IN, home, buffer, site)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        _learn(self._clocks[Lane.OUT], self._clocks[self._here])
-        return self._copy(Lane.OUT, buffer, home, _site())
+        _learn(self._clocks[OUT], self._clocks[self._here])
+        return self._copy(OUT, buffer, home, _site())
 
     def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         here = torch.empty_like(values, device=HOST, memory_format=torch.contiguous_format)
-        _learn(self._clocks[Lane.OUT], self._clocks[self._here])
+        _learn(self._clocks[OUT], self._clocks[self._here])
         source = values.detach().clone()
-        event = self._copy(Lane.OUT, source, here, _site())
+        event = self._copy(OUT, source, here, _site())
         # torch keeps both: the compute stream is in order, and pinned memory is not reused before its copy is done
         self._kept += [(event, source), (event, here)]
         return here, event
@@ -205,8 +218,8 @@ class Late(Runtime):
         super().copy_beside(pairs, after)
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        clock = self._clocks[Lane.GATHER]
-        if after is None and self._here is not Lane.GATHER:
+        clock = self._clocks[GATHER]
+        if after is None and self._here != GATHER:
             after = self.record()
         if isinstance(after, LateEvent) and not self.skips(f"{_site()} after"):
             _learn(clock, after.clock)
@@ -215,7 +228,7 @@ class Late(Runtime):
 
     @contextmanager
     def _on_gather_lane(self) -> Iterator[None]:
-        before, self._here = self._here, Lane.GATHER
+        before, self._here = self._here, GATHER
         self._catch_up()
         try:
             yield
@@ -224,46 +237,54 @@ class Late(Runtime):
 
     def gather(self, row: Tensor, rows: Tensor, values: Tensor) -> None:
         """On the gather lane: `row` is sent to all ranks, and `values`, received from all, are written to `rows`."""
-        assert self._here is Lane.GATHER
+        assert self._here == GATHER
         site = _site()
-        known = self._rows.setdefault((row.data_ptr(), row.numel()), _Row(_alias(row), row.detach().clone()))
-        if known.has_changed() or self._clocks[Lane.GATHER][Lane.COMPUTE] < known.written:
+        here = row.data_ptr(), row.numel()
+        if here not in self._rows:
+            content = _alias(row)
+            self._rows[here] = _Row(content, content.clone(), _storage(content))
+        known = self._rows[here]
+        if known.has_changed() or self._clocks[GATHER][COMPUTE] < known.written:
             raise LateError(f"{site}: a gather of a row that the compute stream may not have written yet")
-        self._copy(Lane.GATHER, row, rows, site, values)
+        self._copy(GATHER, row, rows, site, values)
 
-    def _copy(self, lane: Lane, source: Tensor, target: Tensor, site: str, values: Tensor | None = None) -> LateEvent:
+    def _copy(self, lane: str, source: Tensor, target: Tensor, site: str, values: Tensor | None = None) -> LateEvent:
         self._look()
         clock = self._clocks[lane]
         _learn(clock, self._host)
-        self._pass_on(clock, source, target)
-        before = source.detach().clone()
-        values = before if values is None else values
-        assert values.shape == target.shape and values.dtype == target.dtype, "copies move bytes"
-        copy = _Copy(lane, 0, site, _alias(source), _alias(target), before, values, clock)
+        spans = _span(source), _span(target)
+        self._pass_on(clock, *spans)
+        moved = source if values is None else values
+        assert moved.shape == target.shape and moved.dtype == target.dtype, "copies move bytes"
+        before = _alias(source).clone()
+        values = before if values is None else _alias(values)
+        copy = _Copy(lane, 0, site, _alias(source), _alias(target), before, values, spans, clock)
         self._refuse_race(copy)
         clock[lane] += 1
         copy.number, copy.clock = clock[lane], clock.copy()
-        _poison(copy.target)
+        copy.target.fill_(255)
         self._look_at_rows(within=copy.spans[1])
         self._copies.append(copy)
-        _note(self.trace, lane.value, f"{_place(site)} {copy.source.numel()}")
+        _note(self.trace, lane, f"{_place(site)} {source.numel()}")
         if self._random.random() < self._early:
             self._carry_out(self._random.choice(self._copies))
         return LateEvent(copy.clock, self._num_ranges)
 
-    def _pass_on(self, clock: Clock, source: Tensor, target: Tensor) -> None:
+    def _pass_on(self, clock: Clock, source: _Span, target: _Span) -> None:
         """Everything that a requested copy depends on is done before it."""
         for other in self._copies:
-            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
+            if not other.is_known(clock):
+                continue
+            if source.overlaps(other.spans[1]):
                 self._carry_out(other)
-            if other.is_known(clock) and _span(target).overlaps(other.spans[0]):
+            if target.overlaps(other.spans[0]):
                 self._carry_out(other)
                 other.may_change = True
 
     def _refuse_race(self, copy: _Copy) -> None:
         source, target = copy.spans
         for other in self._copies:
-            if other.lane is copy.lane or other.is_known(copy.clock):
+            if other.lane == copy.lane or other.is_known(copy.clock):
                 continue
             if any(target.overlaps(span) for span in other.spans) or source.overlaps(other.spans[1]):
                 raise LateError(f"{copy.site}: a copy touches what that of {other.site} may still use")
@@ -278,8 +299,9 @@ class Late(Runtime):
         clock, lane = self._clocks[self._here], self._here
         _learn(clock, self._host)
         clock[lane] += 1
-        self._leases += [_Lease(_alias(tensor), _span(tensor), lane, clock[lane], _site()) for tensor in read]
-        if lane is Lane.COMPUTE:
+        for buffer in map(_alias, read):
+            self._leases.append(_Lease(buffer, _span(buffer), lane, clock[lane], _site(), _storage(buffer)))
+        if lane == COMPUTE:
             self._look_at_rows(clock[lane])
         return LateEvent(clock.copy(), self._num_ranges)
 
@@ -288,7 +310,7 @@ class Late(Runtime):
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
             _learn(self._clocks[self._here], event.clock)
-            _note(self.trace, self._here.value, f"{_place(site)} waits")
+            _note(self.trace, self._here, f"{_place(site)} waits")
             self._catch_up()
 
     def host_wait(self, event: Event) -> None:
@@ -303,7 +325,7 @@ class Late(Runtime):
         if not isinstance(event, LateEvent):
             return True
         is_old = self._num_ranges - event.born >= _PASSES_AFTER
-        return is_old or all(self._host[lane] >= number for lane, number in event.clock.items())
+        return is_old or _covers(self._host, event.clock)
 
     def keep_until(self, event: Event, tensor: Tensor) -> None:
         site = _site()
@@ -312,7 +334,7 @@ class Late(Runtime):
 
     def synchronize(self) -> None:
         self._look()
-        everything: Clock = Counter()
+        everything = _new_clock()
         for clock in self._clocks.values():
             _learn(everything, clock)
         self._host_learns(everything)
@@ -333,7 +355,7 @@ class Late(Runtime):
         """Updates rows `within` a span, written by an `entry` of the compute stream or by a copy."""
         for known in self._rows.values():
             if (within is None or within.overlaps(_span(known.row))) and known.has_changed():
-                known.seen = known.row.detach().clone()
+                known.seen = known.row.clone()
                 known.written = known.written if entry is None else entry
 
     # Carrying out copies
@@ -342,16 +364,17 @@ class Late(Runtime):
         """Carry out copies that are known to be done on the target's side; forget those that no longer matter."""
         here = self._clocks[self._here]
         for copy in self._copies:
-            arrives_here = copy.lane is not Lane.OUT and copy.lane is not self._here
+            arrives_here = copy.lane not in (OUT, self._here)
             if copy.is_known(self._host) or (arrives_here and copy.is_known(here)):
                 self._carry_out(copy)
-        self._copies = [c for c in self._copies if not (c.is_done and c.is_known(self._source_side(c)))]
+        self._copies = [copy for copy in self._copies if not (copy.is_done and self._is_source_free(copy))]
         self._leases = [x for x in self._leases if self._host[x.lane] < x.number and not x.is_gone]
         self._kept = [(event, tensor) for event, tensor in self._kept if not _covers(self._host, event.clock)]
 
-    def _source_side(self, copy: _Copy) -> Clock:
-        """What the side that reuses the memory knows; what the host knows, it knows when it requests something."""
-        return self._host if copy.lane is Lane.IN else self._clocks[Lane.COMPUTE] | self._host
+    def _is_source_free(self, copy: _Copy) -> bool:
+        """Whether the side that reuses the memory knows that the copy is done; it knows what the host knows when it
+        requests something."""
+        return copy.is_known(self._host) or (copy.lane != IN and copy.is_known(self._clocks[COMPUTE]))
 
     def _carry_out(self, copy: _Copy) -> None:
         if copy.is_done:
@@ -366,17 +389,18 @@ class Late(Runtime):
 
     def _look(self) -> None:
         """Checks that memory of pending copies was not changed."""
-        aliases = Counter(end.untyped_storage().data_ptr() for copy in self._copies for end in _ends(copy))
-        aliases.update(known.row.untyped_storage().data_ptr() for known in self._rows.values())
-        aliases.update(lease.buffer.untyped_storage().data_ptr() for lease in self._leases)
+        aliases = Counter(chain.from_iterable(copy.storages for copy in self._copies))
+        aliases.update(known.storage for known in self._rows.values())
+        aliases.update(lease.storage for lease in self._leases)
         for copy in self._copies:
-            for end in _ends(copy)[: 1 if copy.is_done else 2]:
-                is_held = _num_uses(end) > aliases[end.untyped_storage().data_ptr()]
-                if end.numel() and not (is_held and _has_memory(end)):
-                    raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane.value} was done")
-            is_free = copy.may_change or copy.is_known(self._source_side(copy))
-            if not is_free and not torch.equal(_bytes(copy.source), _bytes(copy.before)):
-                raise LateError(f"{copy.site}: the source of a copy {copy.lane.value} has changed before it was done")
+            ends = zip((copy.source,) if copy.is_done else (copy.source, copy.target), copy.storages)
+            for end, storage in ends:
+                is_held = _num_uses(storage) > aliases[storage]
+                if not (is_held and _has_memory(end)) and end.numel():
+                    raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane} was done")
+            is_free = copy.may_change or self._is_source_free(copy)
+            if not is_free and not torch.equal(copy.source, copy.before):
+                raise LateError(f"{copy.site}: the source of a copy {copy.lane} has changed before it was done")
 
 
 def _note(trace: list[tuple[str, str]] | None, lane: str, what: str) -> None:
@@ -384,13 +408,10 @@ def _note(trace: list[tuple[str, str]] | None, lane: str, what: str) -> None:
         trace.append((lane, what))
 
 
-def _ends(copy: _Copy) -> tuple[Tensor, Tensor]:
-    return copy.source, copy.target
-
-
 def _learn(clock: Clock, other: Clock) -> None:
     for lane, number in other.items():
-        clock[lane] = max(clock[lane], number)
+        if clock[lane] < number:
+            clock[lane] = number
 
 
 def _covers(clock: Clock, other: Clock) -> bool:
@@ -398,8 +419,8 @@ def _covers(clock: Clock, other: Clock) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A separate tensor object for the same memory, so that other references can be counted."""
-    return tensor.detach()
+    """The bytes of contiguous memory as a separate tensor object, so that other references can be counted."""
+    return _bytes(tensor.detach())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -421,14 +442,21 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
-def _num_uses(tensor: Tensor) -> int:
-    """Number of tensors that use a tensor's storage."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count - _OF_THE_QUESTION
+def _storage(tensor: Tensor) -> int:
+    """Identifies a tensor's storage as long as the tensor is alive."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
-_OF_THE_QUESTION = 0
-_OF_THE_QUESTION = _num_uses(torch.empty(1)) - 1
+def _num_uses(storage: int) -> int:
+    """Number of tensors that use a storage."""
+    count: int = torch._C._storage_Use_Count(storage)
+    return count - _OF_PYTHON
+
+
+_OF_PYTHON = 0  # the uses of a storage by its own Python object
+_ONE_TENSOR = torch.empty(1)
+_OF_PYTHON = _num_uses(_storage(_ONE_TENSOR)) - 1
 
 
 def _site() -> str:
@@ -445,11 +473,16 @@ def _place(site: str) -> str:
 
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
-    """Engines created inside run on `runtime` instead of their device's own."""
+    """Engines created inside run on `runtime` instead of their device's own, and update on one thread.
+
+    With the host's cores the threads of an offloaded update wait for each other busily, which takes more time than all
+    else that a small engine does.
+    """
     before, split = registry._runtimes.get(runtime.device), torch.split_with_sizes_copy
     registry._runtimes[runtime.device], torch.split_with_sizes_copy = runtime, split_as_on_cuda
     try:
-        yield runtime
+        with mock.patch.object(Cores, "here", lambda: Cores((0,))):
+            yield runtime
     finally:
         torch.split_with_sizes_copy = split
         if before is None:
