@@ -196,6 +196,7 @@ class _WithModel(Dataset[int]):
         return index * self.held.numel()
 
 
+@pytest.mark.processes
 def test_workers_of_a_loader(runtime: PinningRuntime) -> None:
     kept = locked_memory(MIB).fill_(1)
     loader = DataLoader(_WithModel(kept), num_workers=2, multiprocessing_context="fork")

@@ -387,6 +387,7 @@ def test_logging_helpers(caplog: pytest.LogCaptureFixture, capsys: pytest.Captur
         logs.set_log_level_from_string("loud")
 
 
+@pytest.mark.processes
 def test_the_report_names_what_an_issue_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ from hf_zero.report import environment
 from hf_zero.report.command import cli_main
 from hf_zero.report.environment import features, probe
 
+pytestmark = pytest.mark.processes  # the report asks commands of the system
+
 
 def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
