@@ -61,7 +61,7 @@ test: venv ## set up and run the tests (about ten minutes on 2 cores; writes eac
 	@echo "Running the tests on $(WORKERS) workers (without slow tests and DeepSpeed comparisons: make test-all, make test-oracle)."
 	@$(PYTEST) -m "$(DEFAULT)" $(ARGS)
 
-test-quick: venv ## run the short tests that start no process (about 3,400, a minute and a half on 2 cores)
+test-quick: venv ## run the short tests that start no process (about 4,000, two minutes on 2 cores)
 	@$(PYTEST) -m "not processes and not lengthy and $(DEFAULT)" $(ARGS)
 
 test-all: venv ## run the tests including slow ones (installs Ray and Kubeflow's schemas for the tests of their examples)
