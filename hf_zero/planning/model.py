@@ -6,7 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,28 +57,61 @@ class TilingChoice:
 
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """A model without weights.
+    """A model without weights, which is built from the other fields.
 
     Attributes:
-        module: one rank's part, on the meta device, in the dtype of the training, with LoRA adapters.
         config: config of transformers, or the shape of a Llama.
-
         lora_rank: 0: all parameters are trained.
-        base: how the layers that have adapters are stored; None: in `dtype`.
-        notes: assumptions.
         tensor_size: ranks that share each matrix; `module` is the part of the first one, which is the largest.
         expert_size: ranks that experts are distributed over; `module` has those of the first one.
+        base: how the layers that have adapters are stored; None: in `dtype`.
+        notes: assumptions.
+        module: one rank's part, on the meta device, in the dtype of the training, with LoRA adapters.
+
+    Raises:
+        ConfigError: it cannot be cut for `tensor_size` ranks, or its experts distributed over `expert_size`.
     """
 
     name: str
-    module: nn.Module
     config: Any
     dtype: torch.dtype
     lora_rank: int = 0
-    notes: tuple[str, ...] = ()
     tensor_size: int = 1
     expert_size: int = 1
     base: PackedBase | None = None
+    notes: tuple[str, ...] = ()
+    module: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", self._build())
+
+    def _build(self) -> nn.Module:
+        config, is_plain = self.config, isinstance(self.config, llama.LlamaShape)
+        if is_plain and (self.lora_rank or self.tensor_size > 1 or self.expert_size > 1):
+            config, is_plain = _transformers_config(config.to_dict()), False  # these need transformers' own modules
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = llama.LlamaForCausalLM(config) if is_plain else build_model(config, self.lora_rank)
+            model = model.to(self.dtype)
+        if self.base is not None:
+            if self.tensor_size > 1 or self.expert_size > 1:
+                rule = "ranks cannot share quantized matrices or experts; stage 3 shards them"
+                fix = "leave it out, or set the sizes of groups to 1"
+                raise ConfigError(Problem("--base-bits", self.base.bits, rule, fix))
+            pack_base(model, self.base)
+        try:
+            if self.tensor_size > 1:
+                cut_model(model, AbsentRanks(self.tensor_size))
+        except ValueError as error:
+            fix = "give another number, or leave it out: stage 3 shards the same matrices"
+            raise ConfigError(Problem("--tensor-parallel", self.tensor_size, str(error), fix)) from None
+        try:
+            if self.expert_size > 1:
+                service("spread_experts")(model, AbsentRanks(self.expert_size), torch.device("meta"))
+        except ValueError as error:
+            fix = "give another number, or leave it out"
+            raise ConfigError(Problem("--expert-parallel", self.expert_size, str(error), fix)) from None
+        return model
 
     @cached_property
     def whole(self) -> tuple[int, int]:
@@ -162,8 +195,7 @@ class PlannedModel:
         Raises:
             ConfigError: it cannot be cut for that many ranks.
         """
-        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size, self.base)
-        return replace(self, module=module, tensor_size=tensor_size)
+        return replace(self, tensor_size=tensor_size)
 
 
 def load_model(
@@ -182,10 +214,12 @@ def load_model(
             ranks, or its experts distributed over `expert_size` ranks.
     """
     count = count_of(source)
+    note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
+    notes = (*[note] * bool(count), *([] if base is None else [str(base)]))
     try:
         with collector_off():
-            config: Any = _llama_of(count) if count else config_of(source)
-            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size, base)
+            config = _llama_of(count) if count else config_of(source)
+            return PlannedModel(source, config, _DTYPES[precision], lora_rank, tensor_size, expert_size, base, notes)
     except ConfigError:
         raise
     except ImportError as error:
@@ -193,9 +227,6 @@ def load_model(
     except (ValueError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
-    note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
-    notes = (*[note] * bool(count), *([] if base is None else [str(base)]))
-    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, tensor_size, expert_size, base)
 
 
 def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:
@@ -237,7 +268,8 @@ def trace(
         return trace_step(module, inputs, gathered, ulysses, on_cpu=on_cpu)
 
     try:
-        seen = _from_few_layers(model, run) or run(_fresh(model))
+        # Built again, because a trace may have enabled gradient checkpointing.
+        seen = _from_few_layers(model, run) or run(replace(model, config=copy.deepcopy(model.config)).module)
     except Exception as error:  # noqa: BLE001  # anything that a model raises for tensors without values
         reason = str(error).split("\n")[0]
         seen = _by_formula(model, micro_batch * length, checkpointing, reason, ulysses)
@@ -347,51 +379,10 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
     return _with_lora(model, lora_rank) if lora_rank else model
 
 
-def _build(
-    config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int, base: PackedBase | None
-) -> nn.Module:
-    """
-    Raises:
-        ConfigError: it cannot be cut for `tensor_size` ranks, or its experts distributed over `expert_size`.
-    """
-    is_plain = isinstance(config, llama.LlamaShape)
-    if is_plain and (lora_rank or tensor_size > 1 or expert_size > 1):  # these need transformers' own modules
-        config, is_plain = _transformers_config(config.to_dict()), False
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = llama.LlamaForCausalLM(config) if is_plain else build_model(config, lora_rank)
-        model = model.to(dtype)
-    if base is not None:
-        if tensor_size > 1 or expert_size > 1:
-            rule = "ranks cannot share quantized matrices or experts; stage 3 shards them"
-            raise ConfigError(Problem("--base-bits", base.bits, rule, "leave it out, or set the sizes of groups to 1"))
-        pack_base(model, base)
-    try:
-        if tensor_size > 1:
-            cut_model(model, AbsentRanks(tensor_size))
-    except ValueError as error:
-        fix = "give another number, or leave it out: stage 3 shards the same matrices"
-        raise ConfigError(Problem("--tensor-parallel", tensor_size, str(error), fix)) from None
-    try:
-        if expert_size > 1:
-            service("spread_experts")(model, AbsentRanks(expert_size), torch.device("meta"))
-    except ValueError as error:
-        raise ConfigError(
-            Problem("--expert-parallel", expert_size, str(error), "give another number, or leave it out")
-        ) from None
-    return model
-
-
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
-
-
-def _fresh(model: PlannedModel) -> nn.Module:
-    """Build the model again, because a trace may have enabled gradient checkpointing."""
-    sizes = model.tensor_size, model.expert_size
-    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes, model.base)
 
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
@@ -403,7 +394,7 @@ def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
         raise NotAlike("layers of several kinds")
     if kinds:
         text.layer_types = list(kinds[:layers])
-    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size, model.base)
+    return replace(model, config=config).module
 
 
 def _layer_prefix(model: nn.Module) -> str:
