@@ -18,7 +18,8 @@ from typing import Any
 
 from bench.surroundings import ROOT, page_with
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import Estimate, given_estimates
+from hf_zero.planning.choose import given_estimates
+from hf_zero.planning.estimate import Estimate
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, load_model
@@ -98,7 +99,7 @@ def fit(gpu: str, host_gb: int, name: str, way: str) -> Fit | None:
         training = training_of(given, asked, machine.ranks)
         (found,) = given_estimates(model, machine, training, given)
         if found.fits:
-            return Fit(name, micro_batch, found, found.tokens_per_s(1), model.num_parameters)
+            return Fit(name, micro_batch, found, found.tokens_per_s, model.num_parameters)
         if any("host memory" in each for each in found.lacks):
             return None  # no smaller micro-batch changes this
     return None

@@ -12,7 +12,8 @@ import textwrap
 from pathlib import Path
 
 from hf_zero.planning.candidates import Training
-from hf_zero.planning.choose import RankedPlans, gigabytes, plan
+from hf_zero.planning.choose import RankedPlans, plan
+from hf_zero.planning.estimate import gigabytes
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.memory import KINDS
 from hf_zero.planning.model import load_model

@@ -40,11 +40,8 @@ from bench.published_peaks import left_over, metered, peaks_of
 from bench.published_surroundings import SHAPES, as_it_ran
 from bench.surroundings import ROOT, page_with
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import (
-    ALIKE,
-    Estimate,
-    given_estimates,
-)
+from hf_zero.planning.choose import ALIKE, given_estimates
+from hf_zero.planning.estimate import Estimate
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 
@@ -132,7 +129,7 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
         left = [left_over(run, each, model, machine, training) for each in estimates]
     limit = machine.device_memory / UNITS["GB"] * UNITS["GiB"] - CONTEXT_BYTES  # a GPU of 80 "GB" has 80 GiB
     peaks = sorted(max(metered(peak, run["meter"], some, limit) for peak in each) for each, some in zip(seen, left))
-    rates = sorted(each.tokens_per_s(machine.ranks) for each in estimates)
+    rates = sorted(each.tokens_per_s for each in estimates)
     return Compared(run, is_held_out, (peaks[0], peaks[-1]), (rates[0], rates[-1]))
 
 

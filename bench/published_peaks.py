@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.allocator import Kept, holes, recording
-from hf_zero.config import resolve
-from hf_zero.config.schema.long_sequences import ActivationCheckpointing
-from hf_zero.config.schema.long_sequences import Tiling as TilingKeys
 from hf_zero.planning.candidates import Training
-from hf_zero.planning.choose import Estimate, kept_by_layers, setting_of, traced
+from hf_zero.planning.estimate import Estimate, traced
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware
 from hf_zero.planning.memory import (
     ACTIVATIONS,
@@ -29,7 +26,7 @@ from hf_zero.planning.memory import (
     plan_units,
     trained_specs,
 )
-from hf_zero.planning.model import PlannedModel, TilingChoice
+from hf_zero.planning.model import PlannedModel
 
 SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default; Lightning's is 10**12
 # Copies of all second moments that torch's Adam has at once: its `foreach` form, the default on GPUs, has their square
@@ -102,22 +99,18 @@ def _moments(
       autograd then creates the flat gradient (the backward of `torch.split` in `_get_unflat_views_unaligned` in
       _flat_param.py concatenates); for frozen weights in the same unit as adapters it creates zeros.
     """
-    answers = resolve(estimate.config, model=model.view, world_size=machine.ranks)
-    keys, checkpointing = answers.section(TilingKeys), estimate.candidate.checkpointing
-    tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
-    seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not machine.separate)
+    seen = estimate.seen
     gathered, ahead = [0] * len(seen.segments), 0
     unit_of: dict[str, int] = {}
     sizes: list[int] = []
     if estimate.candidate.stage == 3:
-        setting = setting_of(answers, training, machine)
-        specs, policy = trained_specs(model.module), answers.zero.keys
+        setting = estimate.setting
+        specs, policy = trained_specs(model.module), estimate.answers.zero.keys
         units = plan_units(model, specs, setting.shard_ranks, policy, looks_far=setting.looks_far)
         gathered = units.live(seen)
         ahead = max((unit.whole_bytes for unit in units.units), default=0) if "fsdp" in run else 0
         unit_of, sizes = _flat_units(run, model, units) if run.get("fsdp") in (0, 1) else (unit_of, sizes)
-    goes_out = checkpointing and answers.section(ActivationCheckpointing).cpu_checkpointing
-    away = kept_by_layers(model, training) if goes_out else 0
+    away = estimate.inputs_on_host
     numels = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
     done, is_forward, at_loss = 0, True, -1
     left = Counter(unit_of.values())
@@ -197,7 +190,7 @@ def _deepspeed(
     whole, bucket = 0, 0
     if estimate.candidate.stage in (1, 2) and on_device:
         kept += model.buffer_bytes(shards_scales=False) - device.get(BUFFERS, 0)
-        keys = resolve(estimate.config, model=model.view, world_size=ranks).zero.keys
+        keys = estimate.answers.zero.keys
         bucket = weight * keys.reduce_bucket_size * (2 if keys.overlap_comm else 1)
     if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:
         whole = weight * model.num_parameters - _embedding_bytes(model)
@@ -299,10 +292,9 @@ def left_over(
     """Return the bytes that torch's allocator has reserved but cannot use, if the run's meter includes them."""
     if run["meter"] not in ("reserved", "device"):
         return 0.0
-    tiled = resolve(estimate.config, model=model.view, world_size=machine.ranks).section(TilingKeys)
-    tiling = TilingChoice(mlp=tiled.tiled_mlp, loss=tiled.tiled_loss)
+    checkpointing, tiling = estimate.candidate.checkpointing, estimate.tiling
     with recording() as events:
-        traced.__wrapped__(model, training, checkpointing=estimate.candidate.checkpointing, tiling=tiling)
+        traced.__wrapped__(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=False)
     kept = _kept(run, estimate, model, machine.ranks)
     return float(holes(events, kept, expandable=run.get("segments") == "expandable"))
 

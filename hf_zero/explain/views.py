@@ -12,11 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from hf_zero.config import ConfigError, Findings, ModelView, Problem, TrainingView
+from hf_zero.config import ConfigError, Findings, ModelView, Problem, TrainingView, ZeroPolicy
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.schema.precision import model_dtype
-from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.zero import Zero, gather_size_in, shard_size_in
+from hf_zero.config.schema.zero import Zero, zero_of
 from hf_zero.integration.huggingface.views import training_view
 from hf_zero.layout.traffic import ModelSizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes
 from hf_zero.quantities import count_of
@@ -209,11 +208,13 @@ def traffic_rows(findings: Findings, per_host: int | None, parameters: float | N
         raise ConfigError(Problem("--gpus-per-node", per_host, rule, "give a divisor of --world-size"))
     sizes = _sizes(findings, parameters)
     unit = 1.0 if parameters is not None else 1 / (_UNIT_NUMEL * sizes.weight_bytes)
-    return tuple(_sent(name, sizes, wiring, unit, links) for name, wiring in _variants(_wiring(findings, per_host)))
+    steps = findings.batch.accumulation_steps if findings.batch is not None else 1
+    wiring = wiring_of(zero_of(findings.config, None), ranks, per_host, findings.tensor_size, steps)
+    return tuple(_sent(name, sizes, each, unit, links) for name, each in _variants(wiring))
 
 
 def _sizes(findings: Findings, parameters: float | None) -> ModelSizes:
-    zero = findings.config.zero_optimization or Zero()
+    zero = findings.config.section(Zero)
     num = int(parameters) if parameters is not None else _UNIT_NUMEL
     num_bytes = 4 if model_dtype(findings.config) == "fp32" else 2
     # Settings in elements cannot be scaled to a model of unknown size.
@@ -224,20 +225,26 @@ def _sizes(findings: Findings, parameters: float | None) -> ModelSizes:
     return ModelSizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
 
 
-def _wiring(findings: Findings, per_host: int) -> Wiring:
-    zero, own = findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero()
-    ranks, per_host = with_same_weights(findings.world_size, per_host, findings.tensor_size)
-    shard, second = shard_size_in(zero, own), gather_size_in(zero, own)
+def wiring_of(zero: ZeroPolicy, ranks: int, per_host: int, tensor_size: int, accumulation: int) -> Wiring:
+    """The groups of ranks that share states and gather, and the encoding of their messages.
+
+    Args:
+        tensor_size: number of consecutive ranks that share each matrix.
+        accumulation: micro-batches per update.
+    """
+    ranks, per_host = with_same_weights(ranks, per_host, tensor_size)
+    shard = per_host if zero.shard_size == "host" else zero.shard_size
+    second = per_host if zero.gather_size == "host" else zero.gather_size
     return Wiring(
         ranks=ranks,
         per_host=per_host,
         stage=zero.stage,
-        shard=per_host if shard == "host" else shard,
-        second_shard=1 if second is None else min(per_host if second == "host" else second, ranks),
-        quantized_weights=zero.zero_quantized_weights and zero.stage == 3,
-        gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients and zero.stage == 3 else None,
-        accumulation=findings.batch.accumulation_steps if findings.batch is not None else 1,
-        hops=2 if own.hops == 2 else 1,
+        shard=shard,
+        second_shard=1 if second is None else min(second, shard or ranks),
+        quantized_weights=zero.keys.zero_quantized_weights and zero.stage == 3,
+        gradient_bits=zero.gradient_bits,
+        accumulation=accumulation,
+        hops=2 if zero.hops == 2 else 1,
     )
 
 

@@ -22,7 +22,7 @@ from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.precision import model_dtype
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.config.sources import is_auto
-from hf_zero.planning.model import PlannedModel
+from hf_zero.planning.model import PlannedModel, TilingChoice
 
 Place = Literal["cpu", "nvme"]
 MOST_PER_FORWARD = 64  # samples of a micro-batch that is searched
@@ -283,6 +283,13 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
         config["expert_parallel"] = {"enabled": True, "autoep_size": training.expert_parallel}
     keys = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
     return config | dict.fromkeys(keys.split(), "auto")
+
+
+def for_long_sequences(config: dict[str, Any], tiling: TilingChoice, *, on_host: bool) -> dict[str, Any]:
+    """Return a config with tiles, and with the inputs of checkpointed layers in host memory (`on_host`)."""
+    own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
+    config = config | ({"hf_zero": {**config.get("hf_zero", {}), **own}} if own else {})
+    return config | ({"activation_checkpointing": {"cpu_checkpointing": True}} if on_host else {})
 
 
 def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ranks: int) -> Resolved:

@@ -15,15 +15,12 @@ from typing import Any
 from rich.markup import escape
 
 from hf_zero.config import ConfigError
-from hf_zero.config.schema.long_sequences import on_host as inputs_on_host
 from hf_zero.log import tracked
-from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import gigabytes, setting_of, traced
+from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, for_long_sequences
+from hf_zero.planning.estimate import Estimate, gigabytes, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, TilingChoice
 from hf_zero.planning.show import new_console, new_table, sequence_sizes, show_choice
-from hf_zero.planning.trace import ModelTrace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile, so that buffers of one tile matter little
 _LEAST_TILE = 1024
@@ -37,6 +34,12 @@ class Line:
 
     fixed: float
     per_token: float
+
+    @classmethod
+    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> Line:
+        """The line through two points (tokens, bytes)."""
+        per_token = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(second[1] - per_token * second[0], per_token)
 
     def at(self, tokens: float) -> float:
         return self.fixed + self.per_token * tokens
@@ -86,12 +89,9 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     training, shared = replace(training, checkpointing=True), training.sequence_parallel
     tiling = TilingChoice.that_fits(model.module)
     tile = max(_LEAST_TILE, model.hidden)
-    lengths = tuple(count * tile for count in _TILES)
-    on_cpu = not hardware.separate
-    traces = [
-        traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling, on_cpu=on_cpu)
-        for length in tracked(lengths, "tracing the model")
-    ]
+    lengths = [replace(training, length=count * tile * shared) for count in _TILES]
+    for each in tracked(lengths, "tracing the model"):  # estimates look these traces up
+        traced(model, each, checkpointing=True, tiling=tiling, on_cpu=not hardware.separate)
     reaches: list[Reach] = []
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
@@ -99,13 +99,12 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:
-                lines = _lines(model, hardware, training, config, lengths, traces)
+                pair = [Estimate.of(model, hardware, each, candidate, config) for each in lengths]
             except ConfigError as error:
                 refused.append(error)
                 continue
-            length, device, host, bound = _reach(model, hardware, training, lines, on_host)
-            if length:
-                reaches.append(Reach(candidate, on_host, config, length * shared, shared, device, host, bound))
+            reach = _reach(pair, on_host=on_host)
+            reaches += [reach] if reach.length else []
     if not reaches and refused:
         raise refused[0]
     return sorted(reaches, key=lambda each: -each.length)
@@ -122,42 +121,19 @@ def _config(candidate: Candidate, training: Training, tiling: TilingChoice, on_h
     config = ds_config(candidate, training)
     if candidate.optimizer == "nvme":  # small buffers in host memory, to leave space for the inputs of layers
         config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
-    own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
-    config |= {"hf_zero": {**config.get("hf_zero", {}), **own}} if own else {}
-    return config | ({"activation_checkpointing": {"cpu_checkpointing": True}} if on_host else {})
+    return for_long_sequences(config, tiling, on_host=on_host)
 
 
-def _lines(
-    model: PlannedModel,
-    hardware: Hardware,
-    training: Training,
-    config: dict[str, Any],
-    lengths: Sequence[int],
-    traces: Sequence[ModelTrace],
-) -> tuple[Line, Line]:
-    """Return the memory of a device, and of one rank on the host, with all inputs of layers on the device."""
-    answers = resolved(config, training, model, hardware.ranks)
-    setting = setting_of(answers, training, hardware)
-    short, long = (rank_memory(model, setting, each) for each in traces)
-    per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
-    return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)
-
-
-def _reach(
-    model: PlannedModel, hardware: Hardware, training: Training, lines: tuple[Line, Line], on_host: bool
-) -> tuple[int, Line, Line, str]:
-    """Return (longest length, device memory, host memory, limiting memory), with the inputs where they are kept."""
-    device, host = lines
-    if on_host:
-        kept = training.micro_batch * model.hidden * model.dtype.itemsize  # per layer and token
-        leaves = inputs_on_host(kept, model.layers)
-        device = replace(device, per_token=device.per_token - leaves)
-        host = replace(host, per_token=leaves)
-    host = Line(host.fixed * hardware.per_host, host.per_token * hardware.per_host)
-    by_device = device.tokens(hardware.limit)
-    by_host = host.tokens(hardware.host_limit) if hardware.separate else float("inf")
+def _reach(pair: Sequence[Estimate], *, on_host: bool) -> Reach:
+    """The longest sequence of a candidate, by its memory with two lengths; 0 tokens if it does not fit at any."""
+    last, shared = pair[-1], pair[-1].training.sequence_parallel
+    device = Line.through(*((each.training.local_length, each.memory.device_total) for each in pair))
+    host = Line.through(*((each.training.local_length, each.host_bytes) for each in pair))
+    by_device = device.tokens(last.hardware.limit)
+    by_host = host.tokens(last.hardware.host_limit) if last.hardware.separate else float("inf")
+    length = int(min(by_device, by_host)) // _GRAIN * _GRAIN
     bound = "host memory" if by_host < by_device else "device memory"
-    return int(min(by_device, by_host)) // _GRAIN * _GRAIN, device, host, bound
+    return Reach(last.candidate, on_host, last.config, length * shared, shared, device, host, bound)
 
 
 def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:

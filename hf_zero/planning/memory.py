@@ -298,6 +298,7 @@ class Setting:
 
     Attributes:
         shard_ranks: number of ranks that share the states.
+        second_shard: size of the groups of these that gather (hpZ); 1: all of them.
         separate: the device has its own memory; otherwise it uses the host's.
         hosts: number of hosts.
     """
@@ -307,6 +308,7 @@ class Setting:
     shard_ranks: int
     separate: bool = True
     hosts: int = 1
+    second_shard: int = 1
 
     @property
     def looks_far(self) -> bool:
@@ -326,9 +328,7 @@ class Setting:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
         elsewhere = elsewhere or self.resolved.zero.streaming is not None
-        size = self.resolved.zero.gather_size  # "host" only if ranks share states across hosts
-        gather = min(size, self.shard_ranks) if isinstance(size, int) else self.shard_ranks
-        kept = self.shard_ranks // gather
+        kept = self.shard_ranks // self.second_shard if self.second_shard > 1 else 1
         return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from hf_zero.planning.choose import Estimate, RankedPlans, gigabytes
+from hf_zero.planning.choose import RankedPlans
+from hf_zero.planning.estimate import Estimate, gigabytes
 from hf_zero.planning.memory import KINDS
 from hf_zero.planning.show import batch_of, chosen_batch, config_text, or_none, reasoning, title
 
@@ -119,16 +120,15 @@ def _table(plan: RankedPlans) -> Iterator[str]:
     )
     yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in plan.rows:
-        memory, per_host = each.memory, plan.hardware.per_host
         sizes = (
-            memory.device_total,
-            memory.host_total * per_host,
-            memory.disk_total * per_host,
+            each.memory.device_total,
+            each.host_bytes,
+            each.disk_bytes,
             each.traffic.within,
             each.traffic.across,
         )
         cells = [escape(each.candidate.name), batch_of(each), *map(or_none, sizes), f"{each.seconds:.3f} s"]
-        cells.append(f"{each.tokens_per_s(plan.hardware.ranks):,.0f}")
+        cells.append(f"{each.tokens_per_s:,.0f}")
         kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
         yield f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</table></div>"

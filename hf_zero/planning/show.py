@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError
-from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
-from hf_zero.planning.choose import Estimate, RankedPlans, gigabytes, kept_by_layers, setting_of, traced
+from hf_zero.planning.candidates import Candidate, Training, ds_config, for_long_sequences
+from hf_zero.planning.choose import RankedPlans
+from hf_zero.planning.estimate import Estimate, gigabytes
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import RankMemory, rank_memory
 from hf_zero.planning.model import PlannedModel, TilingChoice
 
 # The reasons for a choice and, if nothing fits, what would make it fit, by the same sums.
@@ -52,11 +52,9 @@ def reasoning(plan: RankedPlans) -> list[str]:
 
 
 def _speed(each: Estimate, plan: RankedPlans) -> str:
-    rate, batch = each.tokens_per_s(plan.hardware.ranks), ""
-    if plan.training.searches:
-        batch = f"with {batch_of(each)} samples per rank, "
+    batch = f"with {batch_of(each)} samples per rank, " if plan.training.searches else ""
     size = gigabytes(each.memory.device_total)
-    return f"{batch}{size} per device, about {rate:,.0f} tokens/s, bound by {LANES[each.bound]}"
+    return f"{batch}{size} per device, about {each.tokens_per_s:,.0f} tokens/s, bound by {LANES[each.bound]}"
 
 
 def batch_of(each: Estimate) -> str:
@@ -121,7 +119,8 @@ def less_on_the_host(plan: RankedPlans) -> Iterator[tuple[str, float]]:
     fitting = [each for each in fitting if each.memory.device_total <= plan.hardware.limit]
     if not fitting:
         return
-    training, config = plan.training, min(fitting, key=lambda each: each.memory.host_total).config
+    training, least = plan.training, min(fitting, key=lambda each: each.memory.host_total)
+    candidate = replace(least.candidate, checkpointing=True)
     keys: dict[str, str] = {}
     for what, changed, optimizer in (
         ('hf_zero.streaming.clipping "last_norm" and bf16.check_grad_overflow false', {"clipping": "last_norm"}, ""),
@@ -135,8 +134,7 @@ def less_on_the_host(plan: RankedPlans) -> Iterator[tuple[str, float]]:
             "bf16": {"enabled": True, "check_grad_overflow": False},
             "hf_zero": {"streaming": {"enabled": True, **keys}},
         }
-        memory = _memory(replace(plan, training=training), config | own, checkpointing=True)
-        yield what, float(memory.host_total * plan.hardware.per_host)
+        yield what, float(Estimate.of(plan.model, plan.hardware, training, candidate, least.config | own).host_bytes)
 
 
 def sums(plan: RankedPlans) -> Iterator[str]:
@@ -231,18 +229,8 @@ def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
 
 
 def _device_bytes(plan: RankedPlans, candidate: Candidate, tiling: TilingChoice, on_host: bool) -> int:
-    config, kept = ds_config(candidate, plan.training), kept_by_layers(plan.model, plan.training) if on_host else 0
-    memory = _memory(plan, config, checkpointing=candidate.checkpointing, tiling=tiling)
-    return memory.with_activations_on_host(kept).device_total
-
-
-def _memory(
-    plan: RankedPlans, config: dict[str, Any], *, checkpointing: bool, tiling: TilingChoice | None = None
-) -> RankMemory:
-    model, training, hardware = plan.model, plan.training, plan.hardware
-    setting = setting_of(resolved(config, training, model, hardware.ranks), training, hardware)
-    seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
-    return rank_memory(model, setting, seen)
+    config = for_long_sequences(ds_config(candidate, plan.training), tiling, on_host=on_host)
+    return Estimate.of(plan.model, plan.hardware, plan.training, candidate, config).memory.device_total
 
 
 _WIDTH_IN_FILES = 150
@@ -355,7 +343,7 @@ def _table(plan: RankedPlans, everything: bool) -> Table:
 
 
 def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
-    memory, per_host = each.memory, plan.hardware.per_host
+    memory = each.memory
     states = memory.device_total - memory.device.get("activations", 0)
     return (
         each.candidate.name,
@@ -363,12 +351,12 @@ def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
         gigabytes(memory.device_total),
         gigabytes(states),
         gigabytes(memory.device.get("activations", 0)),
-        or_none(memory.host_total * per_host),
-        or_none(memory.disk_total * per_host),
+        or_none(each.host_bytes),
+        or_none(each.disk_bytes),
         or_none(each.traffic.within),
         or_none(each.traffic.across),
         f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
-        f"{each.tokens_per_s(plan.hardware.ranks):,.0f}",
+        f"{each.tokens_per_s:,.0f}",
         LANES[each.bound],
     )
 
@@ -412,8 +400,8 @@ def as_dict(plan: RankedPlans) -> dict[str, Any]:
             "expert_parallel": training.expert_parallel,
             "data_ranks": training.data_ranks(hardware.ranks),
         },
-        "yours": [_as_dict(each, plan) for each in plan.yours],
-        "candidates": [_as_dict(each, plan) for each in plan.estimates],
+        "yours": [_as_dict(each) for each in plan.yours],
+        "candidates": [_as_dict(each) for each in plan.estimates],
         "chosen": None if plan.chosen is None else plan.chosen.candidate.name,
         "flags": None if plan.chosen is None else training.flags(plan.chosen.candidate),
         "needs": [] if plan.chosen is None else list(training.more_words(hardware.ranks)),
@@ -425,7 +413,7 @@ def as_dict(plan: RankedPlans) -> dict[str, Any]:
     }
 
 
-def _as_dict(each: Estimate, plan: RankedPlans) -> dict[str, Any]:
+def _as_dict(each: Estimate) -> dict[str, Any]:
     candidate, memory = each.candidate, each.memory
     return {
         "name": candidate.name,
@@ -443,11 +431,11 @@ def _as_dict(each: Estimate, plan: RankedPlans) -> dict[str, Any]:
         "host": dict(memory.host),
         "disk": dict(memory.disk),
         "device_total": memory.device_total,
-        "host_total_of_a_host": memory.host_total * plan.hardware.per_host,
-        "disk_total_of_a_host": memory.disk_total * plan.hardware.per_host,
+        "host_total_of_a_host": each.host_bytes,
+        "disk_total_of_a_host": each.disk_bytes,
         "traffic": {"within_hosts": each.traffic.within, "across_hosts": each.traffic.across},
         "step_seconds": each.seconds,
-        "tokens_per_second": each.tokens_per_s(plan.hardware.ranks),
+        "tokens_per_second": each.tokens_per_s,
         "flops_per_rank_and_step": each.flops,
         "bound_by": each.bound,
         "fits": each.fits,

@@ -36,8 +36,8 @@ def test_the_example_of_the_readme_takes_a_larger_micro_batch() -> None:
     found = planned("", SEARCHED, model, host_memory=host_memory)
     assert found.chosen is not None
     fixed = {micro: planned("", Training(micro_batch=micro), model, host_memory=host_memory) for micro in (1, 8)}
-    rates = {micro: plan.chosen.tokens_per_s(8) for micro, plan in fixed.items() if plan.chosen is not None}
-    assert found.chosen.tokens_per_s(8) * ALIKE > rates[8] > 1.5 * rates[1]
+    rates = {micro: plan.chosen.tokens_per_s for micro, plan in fixed.items() if plan.chosen is not None}
+    assert found.chosen.tokens_per_s * ALIKE > rates[8] > 1.5 * rates[1]
     assert found.chosen.candidate.checkpointing and found.chosen.training.micro_batch > 1
     batch = found.chosen.training.micro_batch
     said = shown(found)
@@ -53,23 +53,20 @@ def test_the_example_of_the_readme_takes_a_larger_micro_batch() -> None:
 class Rated:
     """As much of an estimate as the choice reads."""
 
-    rate: float
+    tokens_per_s: float
     fits: bool = True
-
-    def tokens_per_s(self, ranks: int) -> float:
-        return self.rate
 
 
 def test_margins_do_not_add_up() -> None:
     """A larger micro-batch was taken if it gained 5%, and the first candidate within 5% of the fastest: together, plans
     were up to 10% slower than the best that a search through everything found."""
     preferred, other = [Rated(88), Rated(92), Rated(94)], [Rated(60), Rated(97), Rated(100)]
-    rows, chosen = choose([preferred, other], 1)
+    rows, chosen = choose([preferred, other])
     assert chosen is other[1], "the smallest batch within 5% of 100; the preferred one is 6% slower"
     assert rows == [preferred[1], other[1]], "each its smallest batch within 5% of its own best"
-    rows, chosen = choose([[Rated(90), Rated(96)], other], 1)
-    assert chosen is rows[0] and chosen.rate == 96
-    assert choose([[Rated(5, fits=False)]], 1)[1] is None
+    rows, chosen = choose([[Rated(90), Rated(96)], other])
+    assert chosen is rows[0] and chosen.tokens_per_s == 96
+    assert choose([[Rated(5, fits=False)]])[1] is None
 
 
 def test_between_two_powers_of_two_the_largest_batch_that_fits_is_tried() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import MOST_PER_FORWARD, Candidate, Training, candidates
-from hf_zero.planning.choose import ALIKE, Estimate, estimated
+from hf_zero.planning.choose import ALIKE
 from hf_zero.planning.choose import plan as make_plan
+from hf_zero.planning.estimate import Estimate
 from hf_zero.planning.machine import Hardware, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 
@@ -46,7 +47,7 @@ def with_every_batch(model: PlannedModel, machine: Hardware, training: Training,
         if rest:
             continue
         try:
-            one = estimated(model, machine, replace(training, micro_batch=micro, accumulation=steps), way)
+            one = Estimate.of(model, machine, replace(training, micro_batch=micro, accumulation=steps), way)
         except ConfigError:
             return
         if not one.fits:
@@ -61,8 +62,8 @@ def test_the_choice_is_about_as_fast_as_the_best_of_all(
     size: str, machine: dict[str, Any], batch: dict[str, Any]
 ) -> None:
     model, there, training = load_model(size), hardware(machine), Training(**batch)
-    best = max(all_that_fit(model, there, training), key=lambda each: each.tokens_per_s(there.ranks))
+    best = max(all_that_fit(model, there, training), key=lambda each: each.tokens_per_s)
     chosen = make_plan(model, there, replace(training, searches=True)).chosen
     assert chosen is not None
     words = f"{best.candidate.name} with micro-batch {best.training.micro_batch} and ratio {best.candidate.ratio}"
-    assert chosen.tokens_per_s(there.ranks) * ALIKE >= best.tokens_per_s(there.ranks), words
+    assert chosen.tokens_per_s * ALIKE >= best.tokens_per_s, words

@@ -17,7 +17,8 @@ from hf_zero.extras.autotuning.measure import measure
 from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import Estimate, RankedPlans, given_estimates, optimizer_size, plan
+from hf_zero.planning.choose import RankedPlans, given_estimates, plan
+from hf_zero.planning.estimate import Estimate, optimizer_size
 from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
@@ -84,6 +85,17 @@ def test_features_that_no_candidate_has(model: PlannedModel) -> None:
     assert [line[:6] for line in reasoning(found)[:2]] == ["yours:"] * 2
     assert as_html(found).count('class="row') == len(found.estimates) + 2
     assert [each["name"] for each in as_dict(found)["yours"]] == [each.candidate.name for each in found.yours]
+
+
+def test_gathers_in_two_hops_keep_the_rows_of_a_host(model: PlannedModel) -> None:
+    """`mics_hierarchical_params_gather` is hpZ with the ranks of a host, whose second shards were not counted."""
+    ways = ({"mics_shard_size": 4, "mics_hierarchical_params_gather": True}, {"zero_hpz_partition_size": 2}, {})
+    released = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    in_hops, with_second, plain = (
+        with_config(model, OPEN | {"zero_optimization": released | keys}, Training(length=64)).yours[0] for keys in ways
+    )
+    assert in_hops.memory == with_second.memory and in_hops.traffic == with_second.traffic
+    assert in_hops.memory.device["parameters"] > plain.memory.device["parameters"]
 
 
 def test_updates_on_the_device_are_counted_in_memory_but_not_in_time(model: PlannedModel) -> None:

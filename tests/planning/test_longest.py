@@ -13,7 +13,7 @@ from transformers import MixtralConfig
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.planning.candidates import Candidate, Training
-from hf_zero.planning.choose import traced
+from hf_zero.planning.estimate import traced
 from hf_zero.planning.longest import Line, Reach, longest_sequences, most_sharing, sums
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, TilingChoice, load_model, trace
@@ -41,7 +41,8 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _TRACES[key] = traced(model, training, **options)
         return _TRACES[key]
 
-    monkeypatch.setattr("hf_zero.planning.longest.traced", kept)
+    for module in ("longest", "estimate"):
+        monkeypatch.setattr(f"hf_zero.planning.{module}.traced", kept)
 
 
 @pytest.fixture(scope="module")

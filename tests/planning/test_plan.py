@@ -28,8 +28,9 @@ from hf_zero.planning import model as model_module
 from hf_zero.planning import show as show_module
 from hf_zero.planning.arguments import GPUS
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config, training_of
-from hf_zero.planning.choose import ALIKE, RankedPlans, choose, gigabytes
+from hf_zero.planning.choose import ALIKE, RankedPlans, choose
 from hf_zero.planning.choose import plan as make_plan
+from hf_zero.planning.estimate import gigabytes
 from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
@@ -90,9 +91,9 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
     plan = planned("8b", Training(length=1024), device_memory="60G")
     fitting = [each for each in plan.estimates if each.fits]
     assert plan.chosen in fitting
-    best = max(each.tokens_per_s(8) for each in fitting)
-    first = next(each for each in fitting if each.tokens_per_s(8) * ALIKE >= best)
-    assert plan.chosen is first and choose([], 8) == ([], None)
+    best = max(each.tokens_per_s for each in fitting)
+    first = next(each for each in fitting if each.tokens_per_s * ALIKE >= best)
+    assert plan.chosen is first and choose([]) == ([], None)
     lines = reasoning(plan)
     assert len(lines) == len(plan.estimates) and sum(line.endswith("; chosen") for line in lines) == 1
 

@@ -280,7 +280,7 @@ def test_parts_of_sequences_in_a_plan(llama: PlannedModel) -> None:
         assert resolve(each.config, shared.training.view(), world_size=8).batch.train_batch_size == 4
         assert each.memory.states == alone.memory.states, "sharded over all ranks, as ever"
         assert each.traffic.total > alone.traffic.total and each.flops == pytest.approx(alone.flops / 2)
-        rates = each.tokens_per_s(8) * each.seconds, alone.tokens_per_s(8)
+        rates = each.tokens_per_s * each.seconds, alone.tokens_per_s
         assert rates[0] == pytest.approx(rates[1] * alone.seconds / 2)
     assert "ParallelismConfig(sp_size=2, dp_shard_size=4" in as_html(shared)
     assert "per sequence group of 2 ranks" in title(shared)

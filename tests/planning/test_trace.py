@@ -25,7 +25,7 @@ from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MixtralConfi
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.planning import llama
 from hf_zero.planning import trace as tracing
-from hf_zero.planning.choose import optimizer_size
+from hf_zero.planning.estimate import optimizer_size
 from hf_zero.planning.llama import SHAPES, LlamaShape
 from hf_zero.planning.llama import LlamaForCausalLM as Llama
 from hf_zero.planning.model import TilingChoice, build_model, load_model, trace

@@ -18,7 +18,8 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.extras.autotuning import TrialPolicy
 from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment, show_table
 from hf_zero.features import EngineTools, Progress, TrainingFeature
-from hf_zero.planning.choose import Estimate, RankedPlans
+from hf_zero.planning.choose import RankedPlans
+from hf_zero.planning.estimate import Estimate
 
 # A trial run of autotuning: times a few updates, writes the results on rank 0, and exits.
 
@@ -100,7 +101,7 @@ class MeasuredPlan:
         rows = []
         for trial in self.measured:
             rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
-            estimated = f"{trial.estimate.tokens_per_s(self.plan.hardware.ranks):,.0f}"
+            estimated = f"{trial.estimate.tokens_per_s:,.0f}"
             cells = (trial.estimate.candidate.name, trial.result.outcome, rate, estimated, escape(trial.result.reason))
             rows.append((trial.estimate is self.plan.chosen, cells))
         show_table("measured on this machine", ("candidate", "outcome", "tokens/s", "estimated", "reason"), rows)
@@ -123,8 +124,7 @@ def measure(plan: RankedPlans, number: int, folder: Path) -> tuple[Measured, ...
         rule = "trials run on this host only"
         fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
         raise ConfigError(Problem("--measure", number, rule, fix))
-    ranks = plan.hardware.ranks
-    fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: -each.tokens_per_s(ranks))
+    fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: -each.tokens_per_s)
     measured = []
     for each in (*(each for each in plan.yours if each.fits), *fitting[:number]):
         result = run_experiment(experiment_of(plan, each, folder), folder, profile=PROFILE)
