@@ -305,16 +305,21 @@ class Guard:
             self._process.stdin.close()
 
 
-def signal_tree(pid: int, number: int) -> None:
-    """Send a signal to a process and all its descendants, regardless of their sessions."""
+def signal_tree(pid: int, number: int) -> list[psutil.Process]:
+    """Send a signal to a process and all its descendants, regardless of their sessions. Returns these processes."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
-        return
-    for member in family:
+        return []
+    _send(family, number)
+    return family
+
+
+def _send(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            member.send_signal(number)
+            process.send_signal(number)
 
 
 def run(words: Sequence[str], *, timeout_s: float | None = None, **options: Any) -> int | None:
@@ -354,16 +359,9 @@ def run(words: Sequence[str], *, timeout_s: float | None = None, **options: Any)
 
 def _end_tree(process: subprocess.Popen[Any], number: int) -> None:
     """End a process and all its descendants, also those that outlive their parents."""
-    try:
-        parent = psutil.Process(process.pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return
-    for way, patience_s in ((number, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-        for member in family:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                member.send_signal(way)
-        _, family = psutil.wait_procs(family, timeout=patience_s)
+    _, alive = psutil.wait_procs(signal_tree(process.pid, number), timeout=_GRACE_S)
+    _send(alive, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=_GRACE_S)
     process.wait()
 
 

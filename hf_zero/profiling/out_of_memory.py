@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def memory_by_kind(engine: Any) -> Kinds:
     On a CPU the rest also includes the interpreter, libraries and data of the process.
     """
     device, seen = engine.device, set[int]()
-    sizes = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
+    sizes = {kind: _size(tensors, device, seen) for kind, tensors in _kinds(engine)}
     sizes[REST] = max(0, _in_use(device) - sum(sizes.values()))
     return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
 
@@ -53,7 +53,7 @@ def cached_bytes(device: torch.device) -> int:
     return max(0, reserved(device)[0] - runtime_of(device).allocated()[0])
 
 
-def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:
+def _kinds(engine: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
     assembly = engine.gradients.assembly
     sub_groups = assembly.optimizer.sub_groups if assembly is not None else ()
     buckets = assembly.reducer.buckets if assembly is not None else ()
@@ -73,13 +73,13 @@ def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:
             yield from (tensor for tensor in (bucket.local, bucket.reduced.at_hand) if tensor is not None)
         yield from (p.grad for p in engine.module.parameters() if p.grad is not None)
 
-    yield SHARDS, shards
-    yield GATHERED, lambda: [p.data for p in with_scales(engine.module.parameters())]
-    yield MASTERS, lambda: [sub_group.master for sub_group in sub_groups]
-    yield STATES, states
-    yield GRADIENTS, gradients
-    yield "buffers of the model", lambda: list(engine.module.buffers())
-    yield BUFFERS, lambda: engine.groups.shard.buffers()
+    yield SHARDS, shards()
+    yield GATHERED, (p.data for p in with_scales(engine.module.parameters()))
+    yield MASTERS, (sub_group.master for sub_group in sub_groups)
+    yield STATES, states()
+    yield GRADIENTS, gradients()
+    yield "buffers of the model", engine.module.buffers()
+    yield BUFFERS, engine.groups.shard.buffers()
 
 
 def _size(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
@@ -239,7 +239,7 @@ def _shared_sequences(engine: Any, rest: int) -> Iterator[ConfigChange]:
 
 def runtime_is_separate(engine: Any) -> bool:
     """Whether the device has memory of its own, apart from host memory."""
-    return bool(engine.device.type != "cpu")
+    return runtime_of(engine.device).has_own_memory
 
 
 def _can_checkpoint(module: Any) -> bool:
