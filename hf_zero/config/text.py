@@ -175,6 +175,7 @@ class _Reader:
         return place_in(self.text, self.at if at is None else at)
 
     def fail(self, what: str, fix: str, at: int | None = None) -> NoReturn:
+        """Raise the error for text that is not JSON, here or at an offset. It may still be Hjson."""
         raise SyntaxProblem(self.place(at), what, fix, is_final=False)
 
     def skip(self) -> None:

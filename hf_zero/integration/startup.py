@@ -62,6 +62,9 @@ class AliasFinder:
 
     It is the first finder and defers to a real DeepSpeed. As the last finder it would be simpler, but then any plain
     folder named `deepspeed` (people keep their ds.json files in one) would hide it as a namespace package.
+
+    Attributes:
+        forced: whether `hf_zero.install()` has asked for the alias, even if there is a real DeepSpeed.
     """
 
     def __init__(self) -> None:

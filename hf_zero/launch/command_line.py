@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace) -> int:
     backend = choose_backend(options, world, has_hosts=listed is not None)
     request = BackendOptions(
         has_hosts=listed is not None,
-        launcher_args=_split(options.launcher_args),
+        launcher_args=_launcher_args(options.launcher_args),
         node_rank=options.node_rank,
         ssh_port=options.ssh_port,
         venv_script=options.venv_script,
@@ -343,7 +343,12 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
 
 
 def master_address(options: argparse.Namespace, world: World, backend: Backend, *, has_hosts: bool) -> str:
-    """The address of rank 0's host; empty if Slurm determines it."""
+    """The address at which all ranks reach rank 0: the given one, or the loopback address if all run on this machine,
+    or that of the first host; empty if Slurm determines it.
+
+    Raises:
+        LaunchError: pdsh is used, and the first host does not answer over ssh.
+    """
     if options.master_addr:
         return str(options.master_addr)
     first = world.nodes[0].name
@@ -352,7 +357,7 @@ def master_address(options: argparse.Namespace, world: World, backend: Backend, 
     if backend.name == "slurm":
         return ""
     if backend.name != "pdsh":
-        return first
+        return first  # each host resolves the name
     if first == LOCALHOST:
         return address_towards(world.nodes[-1].name) or LOCAL_ADDRESS
     return _ask_over_ssh(first, options)
@@ -416,7 +421,8 @@ def describe(job: Job, backend: Backend) -> str:
     return f"{job.world.num_ranks} ranks on {hosts} by {backend.name}: {shlex.join(job.program.command(0))}"
 
 
-def _split(words: str) -> list[str]:
+def _launcher_args(words: str) -> list[str]:
+    """The words of --launcher_args, as a shell splits them."""
     try:
         return shlex.split(words)
     except ValueError as error:

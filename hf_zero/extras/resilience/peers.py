@@ -255,6 +255,7 @@ class PeerLaunchers:
         return {}
 
     def close(self) -> None:
+        """Leave the other hosts. The threads end on their own."""
         self._is_open = False
         self._listener.close()
         if self._link is not None:

@@ -345,7 +345,8 @@ def around_get_state_dict(original: Function, self: Any, model: Any, unwrap: boo
 
 
 def around_refusal(original: Function, model: Any) -> None:
-    """Do nothing: hf_zero shares the sequences of these layers, and refuses what it cannot share itself."""
+    """Do nothing, where accelerate refuses models with linear attention if ranks share sequences: hf_zero lets these
+    layers see whole sequences, and refuses models that it cannot share itself."""
 
 
 if find_spec("accelerate") and hasattr(import_module("accelerate.big_modeling"), _REFUSAL):  # not in older versions
