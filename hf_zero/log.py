@@ -6,11 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
 logger = logging.getLogger("hf_zero")
+_WIDTH_IN_FILES = 150
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -29,6 +33,14 @@ def tracked(items: Sequence[T], words: str) -> Iterator[T]:
     from rich.progress import track
 
     yield from track(items, words, console=Console(stderr=True), transient=True)
+
+
+def table_console() -> Console:
+    """Return a console for tables: as wide as the terminal or $COLUMNS, else wide enough for most tables."""
+    from rich.console import Console
+
+    is_known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if is_known else _WIDTH_IN_FILES)
 
 
 def _rank() -> int:

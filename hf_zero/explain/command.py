@@ -38,9 +38,9 @@ from hf_zero.explain.views import (
     training_view_from_flags,
 )
 from hf_zero.integration.huggingface.views import launch_view
+from hf_zero.log import table_console
 
 LATER = "filled when training starts"
-WIDTH_IN_FILES = 150
 _LEAST_EFFECT = 24  # minimum readable width of this column in characters
 _BORDERS = 13
 _BY_TRAINER = ("train_", "gradient_accumulation_steps", "gradient_clipping", "fp16.enabled", "bf16.enabled")
@@ -176,7 +176,7 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    console = console or Console(highlight=False, width=_width())
+    console = console or table_console()
     if report.rows:
         _show_rows(report, console)
     if report.traffic:
@@ -190,11 +190,6 @@ def show(report: Report, console: Console | None = None) -> None:
     count = len(report.problems)
     verdict = f"[bold red]{count} problem{'s' * (count != 1)}[/]" if count else "[bold green]no problems[/]"
     console.print(f"{escape(report.name)}: {verdict}", soft_wrap=True)
-
-
-def _width() -> int | None:
-    """The width of the output: the terminal's, or $COLUMNS, or a readable default for files and pipes."""
-    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else WIDTH_IN_FILES
 
 
 def _show_rows(report: Report, console: Console) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 from rich.markup import escape
 
 from hf_zero.config import ConfigError
-from hf_zero.log import tracked
+from hf_zero.log import table_console, tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, for_long_sequences
 from hf_zero.planning.estimate import Estimate, gigabytes, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.model import PlannedModel, TilingChoice
-from hf_zero.planning.show import new_console, new_table, sequence_sizes, show_choice
+from hf_zero.planning.show import new_table, sequence_sizes, show_choice
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile, so that buffers of one tile matter little
 _LEAST_TILE = 1024
@@ -147,7 +147,7 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
 
 
 def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
-    console = new_console()
+    console = table_console()
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, checkpointed layers, tiled MLPs and loss"
     table = new_table(title, "tokens", "device", "per token", "host", "per token")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError
+from hf_zero.log import table_console
 from hf_zero.planning.candidates import Candidate, Training, ds_config, for_long_sequences
 from hf_zero.planning.choose import RankedPlans
 from hf_zero.planning.estimate import Estimate, gigabytes
@@ -37,15 +37,12 @@ class Remedy:
 
 
 def reasoning(plan: RankedPlans) -> list[str]:
-    """Return a line for each candidate, in order of preference: why it is chosen or not."""
+    """Return a line for each candidate, in order of preference: why it is chosen or not; then, if nothing fits, what
+    would, and why configs were refused."""
     lines = []
     for each in plan.rows:
-        if each is plan.chosen:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}; chosen")
-        elif each.fits:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}")
-        else:
-            lines.append(f"{each.candidate.name}: does not fit: {'; '.join(each.lacks)}")
+        why = f"fits, {_speed(each, plan)}" if each.fits else f"does not fit: {'; '.join(each.lacks)}"
+        lines.append(f"{each.candidate.name}: {why}" + "; chosen" * (each is plan.chosen))
     if not plan.fits:
         lines.append(what_else(plan))
     return [*lines, *plan.refused]
@@ -233,16 +230,13 @@ def _device_bytes(plan: RankedPlans, candidate: Candidate, tiling: TilingChoice,
     return Estimate.of(plan.model, plan.hardware, plan.training, candidate, config).memory.device_total
 
 
-_WIDTH_IN_FILES = 150
-
-
 def show(plan: RankedPlans, *, everything: bool = False, console: Console | None = None) -> None:
     """Print the table, the reasons, the chosen config and how to start it.
 
     Args:
         everything: also show candidates that do not fit.
     """
-    console = console or new_console()
+    console = console or table_console()
     if not plan.fits:
         console.print(escape(what_else(plan)), soft_wrap=True)
     hidden = [each for each in plan.estimates if not everything and not each.fits]
@@ -263,10 +257,6 @@ def show(plan: RankedPlans, *, everything: bool = False, console: Console | None
         candidate = plan.chosen.candidate
         show_choice(console, candidate.name, plan.chosen.config, plan.chosen.training, candidate, plan.hardware)
         console.print(escape(chosen_batch(plan)), soft_wrap=True, end="\n" * plan.training.searches)
-
-
-def new_console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
 
 
 def show_choice(

@@ -26,6 +26,7 @@ from rich.table import Table
 from hf_zero.config import ConfigError, Problem, Views, examine, load_config
 from hf_zero.extras.autotuning import Autotuning
 from hf_zero.launch.children import run
+from hf_zero.log import table_console
 
 Outcome = Literal["ok", "out of memory", "failed", "ran too long"]
 
@@ -369,7 +370,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[tuple[bool, Se
     table = Table(*columns, title=title, title_justify="left")
     for is_best, cells in rows:
         table.add_row(*cells, style="bold green" if is_best else "")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = table_console()
     console.print(table)
     return console
 
