@@ -8,7 +8,7 @@ from html import escape
 from hf_zero.planning.choose import RankedPlans
 from hf_zero.planning.estimate import Estimate, gigabytes
 from hf_zero.planning.memory import KINDS
-from hf_zero.planning.show import batch_of, chosen_batch, config_text, or_none, reasoning, title
+from hf_zero.planning.show import cells, chosen_batch, config_text, reasoning, title, titles
 
 COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#999999", "#009e73")))
 _STYLE = """
@@ -88,8 +88,7 @@ def _scale(plan: RankedPlans) -> float:
 
 
 def _bar(each: Estimate, plan: RankedPlans, scale: float) -> Iterator[str]:
-    kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
-    yield f'<div class="row {kind}"><div class="name">{escape(each.candidate.name)}</div><div class="bar">'
+    yield f'<div class="row {_kind(each, plan)}"><div class="name">{escape(each.candidate.name)}</div><div class="bar">'
     start = 0.0
     for name in KINDS:
         size = each.memory.device.get(name, 0)
@@ -107,28 +106,14 @@ def _bar(each: Estimate, plan: RankedPlans, scale: float) -> Iterator[str]:
 
 
 def _table(plan: RankedPlans) -> Iterator[str]:
-    names = (
-        "candidate",
-        "batch per rank",
-        "device",
-        "host",
-        "disk",
-        "sent within hosts",
-        "sent across",
-        "step",
-        "tokens/s",
-    )
+    names = ("candidate", *titles(plan), "bound by")
     yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in plan.rows:
-        sizes = (
-            each.memory.device_total,
-            each.host_bytes,
-            each.disk_bytes,
-            each.traffic.within,
-            each.traffic.across,
-        )
-        cells = [escape(each.candidate.name), batch_of(each), *map(or_none, sizes), f"{each.seconds:.3f} s"]
-        cells.append(f"{each.tokens_per_s:,.0f}")
-        kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
-        yield f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells(each, plan))
+        yield f'<tr class="{_kind(each, plan)}">{row}</tr>'
     yield "</table></div>"
+
+
+def _kind(each: Estimate, plan: RankedPlans) -> str:
+    """The class of a candidate's bar and row in the style sheet."""
+    return "chosen" if each is plan.chosen else "" if each.fits else "no"

@@ -310,29 +310,24 @@ def new_table(title: str, *numbers: str) -> Table:
     return table
 
 
+def titles(plan: RankedPlans) -> list[str]:
+    """Return the titles of the columns between a candidate's name and what bounds its step."""
+    names = ["device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s"]
+    return ["batch"] * plan.training.searches + names
+
+
 def _table(plan: RankedPlans, everything: bool) -> Table:
-    names = (
-        *["batch"] * plan.training.searches,
-        "device",
-        "states",
-        "activations",
-        "host",
-        "disk",
-        "sent within",
-        "across",
-        "step",
-        "tokens/s",
-    )
-    table = new_table(title(plan), *names)
+    table = new_table(title(plan), *titles(plan))
     for each in plan.rows:
         if not (everything or each.fits or each.candidate.is_given):
             continue
         style = "bold green" if each is plan.chosen else "" if each.fits else "dim"
-        table.add_row(*_cells(each, plan), style=style, end_section=each is plan.yours[-1] if plan.yours else False)
+        table.add_row(*cells(each, plan), style=style, end_section=each is plan.yours[-1] if plan.yours else False)
     return table
 
 
-def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
+def cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
+    """Return a candidate's name, its figures below `titles`, and what bounds its step."""
     memory = each.memory
     states = memory.device_total - memory.device.get("activations", 0)
     return (
@@ -341,17 +336,17 @@ def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
         gigabytes(memory.device_total),
         gigabytes(states),
         gigabytes(memory.device.get("activations", 0)),
-        or_none(each.host_bytes),
-        or_none(each.disk_bytes),
-        or_none(each.traffic.within),
-        or_none(each.traffic.across),
+        _or_dash(each.host_bytes),
+        _or_dash(each.disk_bytes),
+        _or_dash(each.traffic.within),
+        _or_dash(each.traffic.across),
         f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
         f"{each.tokens_per_s:,.0f}",
         LANES[each.bound],
     )
 
 
-def or_none(size: float) -> str:
+def _or_dash(size: float) -> str:
     """Format a size such as 1.2 GB, or a dash for 0."""
     return gigabytes(size) if size >= 1 else "-"
 
