@@ -36,6 +36,9 @@ from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements
 from hf_zero.errors import CheckpointError
 from hf_zero.layout.reshard import Extent, GroupPartition, Member, SubGroupPartition
 
+_Buffers = dict[str, dict[tuple[int, int], Parts]]
+"""Kind of state -> (rank, number of the group or sub-group) -> its elements."""
+
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
@@ -132,7 +135,9 @@ def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> No
             )
 
 
-def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
+def _stages_1_2(
+    pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]
+) -> tuple[list[Extent], _Buffers, tuple[Group, ...]]:
     world = len(files)
     gaps = [tuple(each) for each in files[0].inner.get(ds.ALIGNMENT_PADDINGS) or ()]
     gaps += [()] * (len(pieces) - len(gaps))
@@ -141,7 +146,7 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
     sizes = buffer_sizes(extents)
-    buffers: dict[str, dict[tuple[int, int], Parts]] = {}
+    buffers: _Buffers = {}
     states = [_states_1_2(file, len(pieces)) for file in files]
     for rank, file in enumerate(files):
         masters = need_list(file.inner, ds.FP32_PARTITIONS, file.path)
@@ -184,11 +189,13 @@ def _states_1_2(file: _RankFile, count: int) -> list[Mapping[str, Any]]:
     return [state.get(number, {}) for number in range(count)]
 
 
-def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
+def _stage_3(
+    pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]
+) -> tuple[list[Extent], _Buffers, tuple[Group, ...]]:
     world = len(files)
     subs = [SubGroupPartition(members, world) for members in _members(pieces)]
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
-    buffers: dict[str, dict[tuple[int, int], Parts]] = {}
+    buffers: _Buffers = {}
     torch_states = [need_mapping(file.inner, ds.OPTIMIZER_STATE_DICT, file.path) for file in files]
     states = [[state.get(ds.STATE, {}).get(s, {}) for s in range(len(subs))] for state in torch_states]
     for rank, file in enumerate(files):
