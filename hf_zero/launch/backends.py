@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_zero.launch import LaunchError, extra_service
-from hf_zero.launch.job import Job
+from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.ranks import run_ranks
-from hf_zero.launch.relay import Backend, BackendOptions, Command, own_node_rank, python_variables, task_words
+from hf_zero.launch.relay import Backend, BackendOptions, own_node_rank, program, python_variables, task_words
 from hf_zero.launch.world import VISIBLE_DEVICES
 
 _FAN_OUT = "1024"
@@ -27,16 +27,16 @@ class Pdsh(Backend):
     name = "pdsh"
     programs = (("pdsh",), ("ssh",))
     package = "pdsh"
+    ends_children = True  # when pdsh exits, it leaves its ssh processes and their ranks running
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
         environment = {"PDSH_RCMD_TYPE": "ssh"}
         if request.ssh_port is not None:
             appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {request.ssh_port}".strip()
         hosts = ",".join(job.world.names)
         words = [programs[0], "-S", "-f", _FAN_OUT, *request.launcher_args, "-w", hosts, remote_command(job, request)]
-        # When pdsh exits, it leaves its ssh processes and their ranks running.
-        return Command(words, environment, ends_children=True)
+        return program(words, environment)
 
 
 def remote_command(job: Job, request: BackendOptions) -> str:
@@ -56,7 +56,7 @@ class OpenMpi(Backend):
     programs = (("mpirun.openmpi", "mpirun"), ("ompi_info",))
     package = "openmpi-bin"
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
         hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
         words = [programs[0], "-n", str(job.world.num_ranks), "--host", hosts]
         # Assign ranks in host order, and do not bind them: with one core per rank, their threads would be very slow.
@@ -66,7 +66,7 @@ class OpenMpi(Backend):
         words += request.launcher_args
         for name, value in sorted(python_variables(job).items()):
             words += ["-x", f"{name}={value}"]
-        return Command([*words, *task_words(job)])
+        return program([*words, *task_words(job)])
 
 
 class Mpich(Backend):
@@ -77,11 +77,11 @@ class Mpich(Backend):
     own_variables: Mapping[str, str] = {}  # environment variables that configure this MPI
     only_even = False  # whether it accepts only one number of ranks for all hosts
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
         words = [programs[0], "-n", str(job.world.num_ranks), *self._placement(job), *request.launcher_args]
         for name, value in sorted({**python_variables(job), **self.own_variables}.items()):
             words += ["-genv", name, value]
-        return Command([*words, *task_words(job)])
+        return program([*words, *task_words(job)])
 
     def _placement(self, job: Job) -> list[str]:
         """The arguments that name the hosts and the number of ranks on each."""
@@ -122,7 +122,7 @@ class Slurm(Backend):
     package = "slurm-client"
     refuses = {"ssh_port": "srun uses no ssh", "force_multi": "srun is also used for a single node"}
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
         per_node = job.world.slots_per_node()
         if per_node is None:
             raise LaunchError("--launcher slurm needs the same number of slots on every node: limit it with --num_gpus")
@@ -139,7 +139,7 @@ class Slurm(Backend):
             words += ["--nodelist", ",".join(job.world.names)]
         # srun passes its whole environment to the tasks, so that no variable has to be quoted.
         tasks = task_words(replace(job, gives_devices=False))
-        return Command([*words, *request.launcher_args, *tasks], python_variables(job))
+        return program([*words, *request.launcher_args, *tasks], python_variables(job))
 
 
 class Torchrun(Backend):
@@ -154,7 +154,7 @@ class Torchrun(Backend):
         "ssh_port": "torchrun uses no ssh",
     }
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
         nodes = job.world.nodes
         node_rank = 0 if len(nodes) == 1 else own_node_rank(job, request, f"--launcher {self.name}")
         node = nodes[node_rank]
@@ -169,7 +169,7 @@ class Torchrun(Backend):
         elif job.program.is_module:
             words += ["--module"]
         environment = {**(job.variables or {}), VISIBLE_DEVICES: ",".join(node.slots)}
-        return Command([*words, job.program.script, *job.program.arguments], environment)
+        return program([*words, job.program.script, *job.program.arguments], environment)
 
 
 class Standard(Torchrun):

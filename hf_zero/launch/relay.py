@@ -10,9 +10,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hf_zero.launch import LaunchError
 from hf_zero.launch.children import Failure, Stream, find_mark, holds_mark, signal_group, signal_tree
@@ -120,21 +120,6 @@ class BackendOptions:
     stands_by: bool = False
 
 
-@dataclass(frozen=True)
-class Command:
-    """A program that starts the ranks.
-
-    Attributes:
-        words: its argument vector, which is not run through a shell.
-        environment: variables in addition to those of the launcher.
-        ends_children: see `Relay`.
-    """
-
-    words: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    ends_children: bool = False
-
-
 class Backend:
     """A way to start the ranks of a job."""
 
@@ -143,6 +128,7 @@ class Backend:
     package: str = ""
     is_remote = True  # starts ranks on other hosts itself
     refuses: Mapping[str, str] = {}  # unsupported options, with reasons
+    ends_children = False  # see `Relay`
 
     def find_programs(self) -> list[str]:
         """Paths of the programs that the backend needs.
@@ -159,15 +145,20 @@ class Backend:
                 )
         return [str(path) for path in found]
 
-    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
-        """The program that starts the ranks. This only builds the command and does not inspect the system."""
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> RankCommand:
+        """The program that starts the ranks, by `program`. This only builds the command and does not inspect the
+        system."""
         raise NotImplementedError("this backend starts ranks without another program")
 
     def run(self, job: Job, request: BackendOptions) -> int:
         """Start the ranks and wait for them; returns the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
-        relay = Relay(job.token, ends_children=command.ends_children)
-        return relay.run([RankCommand(-1, tuple(command.words), dict(command.environment))], Failure.message)
+        return Relay(job.token, ends_children=self.ends_children).run([command], Failure.message)
+
+
+def program(words: Iterable[str], environment: Mapping[str, str] | None = None) -> RankCommand:
+    """A program that starts ranks, and is none itself. Its words are not run through a shell."""
+    return RankCommand(-1, tuple(words), dict(environment or {}))
 
 
 def own_node_rank(job: Job, request: BackendOptions, options: str) -> int:

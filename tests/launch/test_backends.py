@@ -10,9 +10,9 @@ import pytest
 
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
-from hf_zero.launch.job import Job, Program
+from hf_zero.launch.job import Job, Program, RankCommand
 from hf_zero.launch.ranks import rank_command
-from hf_zero.launch.relay import BackendOptions, Command
+from hf_zero.launch.relay import BackendOptions
 from hf_zero.launch.world import Node, World
 from hf_zero.rank_environment import RankEnvironment
 
@@ -27,7 +27,7 @@ def job(world: World = EVEN, **more: object) -> Job:
     return Job(program, world, "10.0.0.1", 29500, token="t", variables=variables, folder="/work", **more)  # type: ignore[arg-type]
 
 
-def command(name: str, the_job: Job, **request: object) -> Command:
+def command(name: str, the_job: Job, **request: object) -> RankCommand:
     return BACKENDS[name]().command(the_job, BackendOptions(has_hosts=True, **request), [f"/bin/{name}", "x"])  # type: ignore[arg-type]
 
 
@@ -86,8 +86,8 @@ def test_programs(program: Program, expected: list[str]) -> None:
 
 
 def test_pdsh_gets_one_word_for_the_remote_shell() -> None:
-    words = command("pdsh", job(), ssh_port=2222, launcher_args=["-u", "9"]).words
-    assert words[:-1] == ["/bin/pdsh", "-S", "-f", "1024", "-u", "9", "-w", "a,b"]
+    words = command("pdsh", job(), ssh_port=2222, launcher_args=["-u", "9"]).command
+    assert words[:-1] == ("/bin/pdsh", "-S", "-f", "1024", "-u", "9", "-w", "a,b")
     # The words for host b, after pdsh's substitutions and the remote shell's splitting.
     remote = shlex.split(words[-1].replace("%%", "\0").replace("%h", "b").replace("\0", "%"))
     assert remote[:3] == ["exec", "env", f"PYTHONPATH=/x:{WICKED}"]
@@ -96,7 +96,7 @@ def test_pdsh_gets_one_word_for_the_remote_shell() -> None:
 
 
 def test_pdsh_reads_a_script_first() -> None:
-    words = command("pdsh", job(), venv_script="/my env/activate").words
+    words = command("pdsh", job(), venv_script="/my env/activate").command
     assert words[-1].startswith(". '/my env/activate' && exec env ")
     environment = command("pdsh", job(), ssh_port=2222).environment
     assert environment["PDSH_RCMD_TYPE"] == "ssh" and environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222")
@@ -113,7 +113,7 @@ def test_pdsh_reads_a_script_first() -> None:
     ],
 )
 def test_placement(name: str, world: World, placement: list[str]) -> None:
-    words = list(command(name, job(world), launcher_args=["--more"]).words)
+    words = list(command(name, job(world), launcher_args=["--more"]).command)
     assert words[: 1 + len(placement)] == [f"/bin/{name}", *placement] and "--more" in words
     assert words[-5:-1] == [sys.executable, "-u", "-m", "hf_zero.launch.ranks"]
     assert Job.decode(words[-1]).world == world
@@ -122,10 +122,10 @@ def test_placement(name: str, world: World, placement: list[str]) -> None:
 
 def test_variables_that_python_needs_travel_in_each_ones_own_way() -> None:
     path = f"/x:{WICKED}"
-    assert _follows(command("openmpi", job()).words, "-x", f"PYTHONPATH={path}")
-    assert _follows(command("mpich", job()).words, "-genv", "PYTHONPATH", path)
-    assert _follows(command("impi", job()).words, "-genv", "I_MPI_PIN", "0")
-    assert _follows(command("mvapich", job()).words, "-genv", "MV2_SUPPORT_DL", "1")
+    assert _follows(command("openmpi", job()).command, "-x", f"PYTHONPATH={path}")
+    assert _follows(command("mpich", job()).command, "-genv", "PYTHONPATH", path)
+    assert _follows(command("impi", job()).command, "-genv", "I_MPI_PIN", "0")
+    assert _follows(command("mvapich", job()).command, "-genv", "MV2_SUPPORT_DL", "1")
     assert command("slurm", job()).environment["PYTHONPATH"] == path
 
 
@@ -143,7 +143,7 @@ def test_those_that_want_as_many_ranks_everywhere(name: str) -> None:
 def test_slurm_hands_out_devices_itself() -> None:
     with pytest.raises(LaunchError, match="cannot select devices"):
         command("slurm", job(World((Node("a", ("1",)),))))
-    sent = Job.decode(command("slurm", job()).words[-1])
+    sent = Job.decode(command("slurm", job()).command[-1])
     assert "CUDA_VISIBLE_DEVICES" not in sent.of_rank(0).environment
 
 
@@ -167,7 +167,7 @@ def test_ranks_that_were_placed_otherwise(environment: RankEnvironment | None, m
 
 
 def test_torchrun_runs_one_nodes_part() -> None:
-    words = list(command("torchrun", job(), node_rank=1, launcher_args=["--max-restarts=2"]).words)
+    words = list(command("torchrun", job(), node_rank=1, launcher_args=["--max-restarts=2"]).command)
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert words[3:8] == [
         "--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500",

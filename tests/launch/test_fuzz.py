@@ -105,7 +105,7 @@ def test_hostile_files_of_variables_reach_a_remote_shell_as_they_are(tmp_path: P
         assert all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and "\0" not in value for name, value in found.items())
         job = Job(Program("train.py", ()), world, "node1", 29500, token="t", variables=found)
         assert Job.decode(job.encode()).variables == found
-        remote = BACKENDS["pdsh"]().command(job, BackendOptions(has_hosts=True), ["pdsh", "ssh"]).words[-1]
+        remote = BACKENDS["pdsh"]().command(job, BackendOptions(has_hosts=True), ["pdsh", "ssh"]).command[-1]
         remote = remote.removesuffix(" %h").replace("%%", "%")
         known = [f"{name}={value}" for name, value in sorted(found.items()) if name.startswith(("PYTHON", "HF_ZERO"))]
         expected = ["exec", *(["env", *known] if known else []), sys.executable]
