@@ -80,9 +80,8 @@ class EngineCheckpoints:
 
     def _continue_from(self, view: CheckpointView, *, with_schedule: bool, with_optimizer: bool) -> None:
         engine = self._engine
-        counters = checkpoint.RunCounters.of(view, engine.settings.samples_per_update())
-        engine.global_steps, engine.skipped_steps = counters.global_steps, counters.skipped_steps
-        engine.global_samples = counters.global_samples
+        counters = checkpoint.run_counters(view, engine.settings.samples_per_update())
+        engine.global_steps, engine.skipped_steps, engine.global_samples = counters
         engine.gradients.continue_from(engine.global_steps * engine.settings.gradient_accumulation_steps())
         if view.scaler and engine.gradients.assembly is not None:
             engine.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)

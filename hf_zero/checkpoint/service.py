@@ -298,14 +298,8 @@ def feature_states(view: CheckpointView) -> dict[str, Any]:
     return {**states, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
 
 
-@dataclass(frozen=True, slots=True)
-class RunCounters:
-    global_steps: int
-    skipped_steps: int
-    global_samples: int
-
-    @classmethod
-    def of(cls, view: CheckpointView, train_batch_size: int) -> RunCounters:
-        steps = int(view.meta.get(ds.GLOBAL_STEPS, 0))
-        samples = int(view.meta.get(ds.GLOBAL_SAMPLES, steps * train_batch_size))
-        return cls(steps, int(view.meta.get(ds.SKIPPED_STEPS, 0)), samples)
+def run_counters(view: CheckpointView, samples_per_update: int) -> tuple[int, int, int]:
+    """The numbers of updates, of skipped ones and of samples so far."""
+    steps = int(view.meta.get(ds.GLOBAL_STEPS, 0))
+    samples = int(view.meta.get(ds.GLOBAL_SAMPLES, steps * samples_per_update))
+    return steps, int(view.meta.get(ds.SKIPPED_STEPS, 0)), samples

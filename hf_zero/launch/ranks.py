@@ -187,7 +187,11 @@ class Supervisor:
     def has_failed(self, rank: Rank, code: int) -> None:
         """Called when the first rank fails."""
         self.drain(rank)
-        self.fail(Failure(rank.command.rank, self.host, code, rank.tail.text(), self.log_path(rank.command.rank)))
+        self.fail(self.failure_of(rank, code))
+
+    def failure_of(self, rank: Rank, code: int) -> Failure:
+        number = rank.command.rank
+        return Failure(number, self.host, code, rank.tail.text(), self.log_path(number))
 
     def fail(self, failure: Failure) -> None:
         """End all ranks because of a failure, unless there has been one."""

@@ -57,7 +57,7 @@ class Hardware:
         device_memory: bytes of one device; on CPUs a rank's share of the host's memory.
         host_memory: bytes of one host.
         disk: bytes of one host's drive; 0: none.
-        network, host_memory_per_s, disk_per_s: bytes per second of one device (the first) and one host.
+        network, host_memory_per_s: bytes per second of one device, and of one host.
         separate: devices have their own memory.
         notes: what was detected, and what was assumed.
     """
@@ -71,7 +71,6 @@ class Hardware:
     disk: float = 0.0
     network: float = _NETWORK
     host_memory_per_s: float = _HOST_MEMORY_PER_S
-    disk_per_s: float = _DISK
     separate: bool = True
     notes: tuple[str, ...] = ()
 
@@ -105,7 +104,7 @@ class Hardware:
             self.device_memory,
             hosts=self.hosts,
             network=self.network,
-            disk=self.disk_per_s / self.per_host,
+            disk=_DISK / self.per_host,
             message=_MESSAGE_S,
             host_waits=not self.separate,
         )

@@ -97,23 +97,19 @@ def any_value(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A check for a number within bounds."""
-
-    low: float = 0.0
-    below: float = math.inf
-
-    def __call__(self, value: object) -> float:
-        number = as_number(value)
-        if not self.low <= number < self.below:
-            upper = "" if self.below == math.inf else f" and below {self.below:g}"
-            raise ValueError(f"must be at least {self.low:g}{upper}")
-        return number
+def at_least_zero(value: object) -> float:
+    number = as_number(value)
+    if number < 0:
+        raise ValueError("must be at least 0")
+    return number
 
 
-at_least_zero = Range()
-beta = Range(below=1.0)
+def beta(value: object) -> float:
+    """Check the decay of a moving average."""
+    number = as_number(value)
+    if not 0 <= number < 1:
+        raise ValueError("must be at least 0 and below 1")
+    return number
 
 
 def betas(value: object) -> tuple[float, float]:

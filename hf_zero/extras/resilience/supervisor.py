@@ -79,7 +79,7 @@ class RestartingSupervisor(Supervisor):
         if code > 0:
             super().has_failed(rank, code)
         else:  # a killed rank has no last words to wait for
-            self.fail(Failure(rank.command.rank, self.host, code, rank.tail.text(), self.log_path(rank.command.rank)))
+            self.fail(self.failure_of(rank, code))
 
     def close(self) -> None:
         self._restarts.close()
