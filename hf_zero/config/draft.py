@@ -90,13 +90,6 @@ def value_in(tree: Mapping[str, Any], path: Path) -> Any:
 
 
 def with_value(tree: Mapping[str, Any], path: Path, value: object) -> dict[str, Any]:
-    """Return a tree with a value at a path. ABSENT removes it; a null section counts as absent."""
+    """Return a tree with a value at a path; a null section counts as absent."""
     key, *below = path
-    result = dict(tree)
-    if below:
-        result[key] = with_value(result.get(key) or {}, tuple(below), value)
-    elif value is ABSENT:
-        result.pop(key, None)
-    else:
-        result[key] = value
-    return result
+    return {**tree, key: with_value(tree.get(key) or {}, tuple(below), value) if below else value}
