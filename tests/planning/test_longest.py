@@ -167,6 +167,7 @@ def test_the_sums_on_the_page(
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "config.json").write_text(re.findall(r"```json\n(.*?)```", recipe, re.DOTALL)[0])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # it is set in the workers of pytest-xdist
     (words,) = re.findall(r"python -m hf_zero (plan .*)", recipe)
     fits, longest = (block.splitlines() for block in re.findall(r"```text\n(.*?)```", recipe, re.DOTALL))
     assert main(words.split()) == 0
