@@ -138,6 +138,8 @@ class Prefetcher:
         for unit in unwanted:
             if unit.is_direct:
                 unit.arrive()
+            else:
+                unit.agree()
         with self.rows.lane():
             for unit in unwanted:
                 unit.discard()

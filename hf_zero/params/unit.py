@@ -444,6 +444,11 @@ class Unit:
         """Start `gathering`, which delivers all rows; `finish` or `discard` must follow."""
         self.state, self._gathering = UnitState.IN_FLIGHT, gathering
 
+    def agree(self) -> None:
+        """Return when all ranks take part in the gather; `discard` must follow."""
+        assert self._gathering is not None, "asked for first"
+        self._gathering.agree()
+
     def arrive(self) -> None:
         """Wait for the gather, without unpacking its rows; `finish` or `discard` must follow."""
         self._complete(is_used=False)
@@ -463,7 +468,8 @@ class Unit:
         return any(part.is_direct for part in self.parts)
 
     def discard(self) -> None:
-        """Wait for a gather and drop its result. Called on the lane that gathers, after `arrive` if `is_direct`."""
+        """Wait for a gather and drop its result. Called on the lane that gathers, after `arrive` if `is_direct`, and
+        after `agree` otherwise."""
         rows, buffers = self._complete(is_used=False)
         for part, arrived in zip(self.parts, rows, strict=True):
             if arrived.is_direct:

@@ -420,6 +420,22 @@ def test_hostile_programs_have_no_fault(hostile: list[HostileProgram]) -> None:
     assert [GraphRunner().run(program).detail for program in hostile] == [""] * len(hostile)
 
 
+def discarding_what_is_not_agreed() -> HostileProgram:
+    """Rank 1 has no batch. Backward on rank 0 never reaches `second`, whose frozen weights it has asked for early."""
+    calls = Call("second"), Call("second"), Call("first")
+    step = Micro((RankMicro((Forward(0, 1, calls),)), RankMicro((Forward(1, 1, ()),))))
+    modules = ModuleSpec("first", "linear", 1), ModuleSpec("second", "linear", 1)
+    frozen, limits = ("second.inner.weight",), Limits(model_persistence=8)
+    return HostileProgram(0, 2, 3, "divergent", 3, modules, ((step,),), ((1, 5),), frozen, limits=limits, overlap=False)
+
+
+def test_a_reduction_is_filled_on_the_lane_of_gradients() -> None:
+    """The end of a backward drops gathers that are not needed, on the lane of gathers, so that compute does not wait
+    for them. The decision that this made ranks wait for there started a reduction, whose send buffer was filled while
+    the reduction before it still read the buffer: on a GPU, wrong gradients."""
+    assert GraphRunner().run(discarding_what_is_not_agreed()).detail == ""
+
+
 def test_a_wait_for_what_another_rank_starts_later_is_found(hostile: list[HostileProgram]) -> None:
     with mock.patch.object(LockstepNegotiation, "wait_for", wait_at_once):
         details = [GraphRunner().run(program).detail for program in hostile]

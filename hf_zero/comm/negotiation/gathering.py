@@ -82,6 +82,13 @@ class Gathering(OpenRequest):
         self._call.started(self.rows, self.own)
         self.own = ()
 
+    def agree(self) -> None:
+        """Return when all ranks take part. A decision may start reductions, so this is called on the lane of gradients:
+        before `wait`, where that is called on another one."""
+        if self.decision is None:
+            with self._call.waiting():
+                self._negotiation.decide(self)
+
     def wait(self, *, is_used: bool = True) -> Sequence[Rows]:
         """Wait for all ranks' rows of every part, which the caller returns one by one.
 
