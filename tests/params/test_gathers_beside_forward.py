@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,15 @@ from tests.support.late import use
 from tests.support.ranks import run_each
 
 WIDTH = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hook_ends() -> Iterator[None]:
+    """Gathers that nobody waited for keep the hook of all modules, which torch.compile in a later test would see."""
+    yield
+    gc.collect()
+    nn.Identity()(torch.ones(1))
+    assert not nn.modules.module._global_forward_pre_hooks
 
 
 class Gather(Pending):
