@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForCTC,
     CLIPConfig,
     CLIPModel,
     LlamaForCausalLM,
@@ -357,6 +358,23 @@ def test_weights_behind_a_parametrization_are_made_and_loaded(tmp_path: Path) ->
         for name, value in expected.items():
             assert torch.equal(loaded[name], value), name
             assert made[name].shape == value.shape and (made[name].std() > 0) == (value.std() > 0), name
+
+
+def run_make_normed_from_config(rank: int) -> dict[str, Tensor]:
+    alive = HfDeepSpeedConfig(ds_config())
+    made = AutoModelForCTC.from_config(tiny_wav2vec2_config())
+    del alive
+    return whole(made)
+
+
+def test_what_a_model_sets_behind_a_parametrization_stays() -> None:
+    """Wav2Vec2 clears the bias of its positional convolution. `from_config` drew it at stage 3 like torch does for any
+    convolution, after the model's own initialisation instead of before."""
+    expected = AutoModelForCTC.from_config(tiny_wav2vec2_config()).state_dict()
+    for made in run_ranks(run_make_normed_from_config, 2):
+        assert made.keys() == expected.keys()
+        for name, value in expected.items():
+            assert made[name].std() > 0 if value.std() > 0 else torch.equal(made[name], value), name
 
 
 def tiny_clip_config() -> CLIPConfig:

@@ -461,19 +461,21 @@ def _homes(model: Any, keys: Iterable[str], mapping: Iterable[Any], known: Mappi
 )
 def around_initialize_weights(original: Callable[..., None], model: Any) -> None:
     """Initialise weights behind a parametrization (weight norm) like torch: upstream disables torch's own
-    initialisation, and gathers too little to read or write through a parametrization.
+    initialisation, and gathers too little to read or write through a parametrization. As in a constructor, torch comes
+    first, because a model may set what it leaves (Wav2Vec2's positional embedding clears the bias).
 
     Upstream only marks modules as initialised on rank 0, so that on other ranks a model that contains this one
     (CLIPModel, EncoderDecoderModel) initialises it again, and writes into shards.
     """
-    with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
-        original(model)
     for module in model.modules():
-        module._is_hf_initialized = True
         if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
             with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
                 if this_process().rank == 0:
                     _initialise(module)
+    with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
+        original(model)
+    for module in model.modules():
+        module._is_hf_initialized = True
 
 
 def _initialise(module: nn.Module) -> None:
