@@ -18,6 +18,7 @@ takes three collectives per sub-group and step, where an elementwise update need
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -95,19 +96,38 @@ def adopt(
     optimizer.param_groups[:] = groups
     if made_state_at_init:
         # Adagrad and similar optimizers fill `state` in the constructor: run it again for the masters.
-        fresh = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
-        optimizer.state.update(fresh.state)
+        optimizer.state.update(remade(optimizer, groups).state)
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:
     """Raise an error if the optimizer has stepped; otherwise return whether it holds state nevertheless."""
     states = [state for state in optimizer.state.values() if state]
-    if any(float(state.get("step", 1)) > 0 for state in states):
+    uncounted = [state for state in states if "step" not in state]
+    if any(float(state.get("step", 0)) > 0 for state in states) or not _are_new(optimizer, uncounted):
         raise RuntimeError(
             f"{type(optimizer).__name__} has already stepped, and its state describes the model's own parameters. "
             "Give initialize() an optimizer that has not been used yet."
         )
     return bool(states)
+
+
+def _are_new(optimizer: torch.optim.Optimizer, states: Sequence[dict[str, Any]]) -> bool:
+    """Whether the constructor makes these states, as APOLLO's does."""
+    if not states:
+        return True
+    try:
+        fresh = remade(optimizer, optimizer.param_groups)
+    except Exception:  # other arguments
+        return False
+    made = [set(state) for state in fresh.state.values()]
+    return all(set(state) in made for state in states)
+
+
+def remade(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A new optimizer of the same class for `groups`."""
+    taken = inspect.signature(type(optimizer)).parameters  # the groups have the other defaults
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    return type(optimizer)([dict(group) for group in groups], **defaults)
 
 
 def keepers(spread: Sequence[Spread], world: int) -> list[int]:

@@ -282,6 +282,8 @@ def assemble(
     stage = plan.zero.stage if sharding.shards_optimizer else 0
     refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
     _refuse_apart(optimizer, traits, plan.groups)
+    if sharding.shards_optimizer and traits.sees is Sees.FLAT_SHARDS and plan.zero.optimizer_sees is None:
+        _try_on_shards(optimizer, is_first=plan.groups.world.rank == 0)
     _check_same_everywhere(trained.specs, plan.groups.same_weights)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
@@ -390,6 +392,15 @@ def _streamed(plan: EnginePlan, reducer: GradientReducer, updater: Updater, plac
         return None
     rules, find = plan.rules, service("streamed_updates")
     return find(plan.zero.streaming, rules.gradients, reducer, updater, placements, skips=rules.skip_nonfinite)
+
+
+def _try_on_shards(optimizer: torch.optim.Optimizer, *, is_first: bool) -> None:
+    """Warn on the first rank if an unknown optimizer computes something else on flat shards than in one process."""
+    from hf_zero.optim.trial import warning_about  # only classes of other packages need it
+
+    warning = warning_about(optimizer)
+    if warning is not None and is_first:
+        logger.warning("%s", warning)
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:

@@ -198,7 +198,11 @@ def _all() -> Iterator[OptimizerType]:
     yield from _torchs("weight_decay", names="Adafactor", whole_tensors=True, stands_in=adafactor)
     yield from _torchs(names="LBFGS", needs="a closure that recomputes the loss")
     yield from _torchs("betas", "eps", names="SparseAdam", needs="sparse gradients")
-    for name in ("Shampoo", "SOAP", "LARS"):
+    for name in ("Lomo", "AdaLomo"):
+        yield OptimizerType(
+            name=name, needs="gradients of the model's own parameters, which it updates during backward"
+        )
+    for name in ("Shampoo", "SOAP", "LARS", "StableAdamW"):
         yield OptimizerType(name=name, whole_tensors=True)
     for name in ("MuAdam", "MuAdamW", "MuSGD"):
         yield OptimizerType(name=name, refused=f"the {name} optimizer is not supported yet")

@@ -109,8 +109,9 @@ class HfZero(Tiling):
     optimizer_sees: Sees | None = supported(
         None,
         'The tensors that a custom optimizer updates: "whole_tensors", each on one rank, or "flat_shards", as in '
-        "DeepSpeed. Unset: whole tensors for optimizers known to need them (Muon, Shampoo, SOAP, LARS, LAMB), flat "
-        "shards for others. Adafactor computes its means over whole matrices unless this is flat_shards.",
+        "DeepSpeed. Unset: whole tensors for optimizers known to need them (Muon, Shampoo, SOAP, LARS, LAMB, "
+        "StableAdamW), flat shards for others, with a warning if these compute something else there. Adafactor "
+        "computes its means over whole matrices unless this is flat_shards.",
         stages=(1, 2, 3),
     )
     quantized_gradient_bits: GradientBits = supported(
