@@ -90,6 +90,11 @@ READ_FIX = (
     "all of a model), or take the fp32 values of one from deepspeed.utils.safe_get_full_fp32_param(parameter), and "
     "whole weights from accelerator.get_state_dict(model) or trainer.save_model()."
 )
+_NO_ENGINE = (
+    "No engine has this model, which was made or loaded while a config at stage 3 was active. For forward passes, as "
+    "of a teacher or reference model, give it one: model = accelerator.prepare(model), or "
+    "hf_zero.initialize(model=model, config=...)[0]. To read a value:"
+)
 WRITE_FIX = (
     "Write on every rank inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, which keeps "
     "what rank 0 has written."
@@ -301,6 +306,8 @@ def _description(tensor: Any) -> str:
 
 def _refuse(handle: Any, verb: str, func: Callable[..., Any], fix: str) -> NoReturn:
     call = torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
+    if handle.owner is None and fix is READ_FIX:
+        fix = f"{_NO_ENGINE} {fix}"
     raise RuntimeError(refusal(handle.name, handle.shape, verb, call, fix))
 
 

@@ -196,6 +196,24 @@ def test_modules_are_born_sharded_and_what_their_code_does_then_is_kept() -> Non
         assert torch.equal(weights["first.weight"], Net().first.weight.bfloat16())
 
 
+def run_teacher(rank: int) -> torch.Tensor:
+    with Init(config_dict_or_path=config()):
+        teacher = Net()
+    x = torch.ones(2, 5)
+    with pytest.raises(RuntimeError, match=r"cannot be read here .* No engine has this model.* accelerator.prepare"):
+        teacher(x)
+    engine = initialize(model=teacher, config={key: v for key, v in config().items() if key != "optimizer"})[0]
+    with torch.no_grad():
+        answer: torch.Tensor = engine(x)
+    return answer
+
+
+def test_a_model_without_an_engine_is_told_to_get_one() -> None:
+    """A teacher, loaded by `from_pretrained` at stage 3: the error told how to read a weight."""
+    for answer in run_ranks(run_teacher, 2):
+        assert torch.equal(answer, Net()(torch.ones(2, 5)))
+
+
 def run_module_argument(rank: int) -> bool:
     model = Net()
     Init(module=model, config_dict_or_path=config())
