@@ -130,6 +130,7 @@ class EngineGradients:
         parts = self.parts("backward")
         parts.reducer.finish()
         parts.store.end_backward()
+        parts.reducer.start_sums()
 
     def reduce_foreign(self, factor: float) -> None:
         """Reduce the gradients that a loss of another engine, multiplied by `factor`, has made here. Collective."""

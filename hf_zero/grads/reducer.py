@@ -239,7 +239,8 @@ class Reductions:
                 self._replicas.about_to_add(flight.bucket)
             flight.bucket.reduced.add(flight.result, is_lent=is_lent)
             if self._replicas is not None and self.are_last:
-                self._replicas.start(flight.bucket)
+                is_held = self._negotiation is not None and self._negotiation.holds_reductions
+                self._replicas.start(flight.bucket, at_once=not is_held)
         flight.bucket.local = None
         if flight.sent is not None:
             (flight.bucket.wire or flight.bucket.collectives).give_send_buffer(flight.sent)
@@ -412,7 +413,7 @@ class GradientReducer:
         if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
             if self._replicas is not None and self._replicas.start_beside and self._reductions.are_last:
-                self.wait()  # starts all sums over replicas, for which others wait when their next backward begins
+                self.wait()  # sums over replicas may start, for which others wait when their next backward begins
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
             return
         for bucket in self.buckets:
@@ -421,6 +422,11 @@ class GradientReducer:
         for index in self.late:
             self.buckets[self._bucket_of[index]].keep_local()
         self.late.clear()
+
+    def start_sums(self) -> None:
+        """Start sums over replicas that had to wait until no rank of the shard group gathers weights."""
+        if self._replicas is not None:
+            self._replicas.start_due()
 
     def complete(self) -> None:
         """Reduce everything that has arrived since the last step into `reduced`, and wait for it.

@@ -6,6 +6,9 @@
 Beside the last backward of a step, each bucket is summed as soon as its own reduction is complete, where nothing has to
 be copied for it. All replicas start these sums before they leave that backward, and nobody waits for them before the
 step or another backward for it: a rank that waited within a backward could be needed there by one that others wait for.
+Where reductions are held until all ranks of a shard group have them (`Negotiation.holds_reductions`), the sums start
+when backward has ended on all of these: an accelerator may run sums and gathers in the order in which its host started
+them, and ranks that differ would start them in different orders.
 
 If gradients arrive after a sum, all replicas except the first restart at zero, so that the sum counts once.
 """
@@ -41,6 +44,7 @@ class ReplicaSums:
         self.start_beside = collectives.starts_at_once
         self._summed: set[int] = set()  # buckets whose `reduced` is summed over all replicas
         self._beside: dict[int, Pending] = {}  # those of them that are still in flight, by bucket
+        self._due: list[BucketGradients] = []  # whose sums start at the end of this backward
 
     def about_to_add(self, bucket: BucketGradients) -> None:
         """Prepare `bucket` for more gradients."""
@@ -51,18 +55,31 @@ class ReplicaSums:
                 with bucket.reduced.opened(changes=True) as total:
                     total.zero_()
 
-    @torch.no_grad()
-    def start(self, bucket: BucketGradients) -> None:
+    def start(self, bucket: BucketGradients, *, at_once: bool) -> None:
         """Start the sum of a bucket that will get no more gradients in this step. Collective, without a wait; all ranks
-        start the same buckets in the same order. Does nothing if the sum needs a copy."""
+        start the same buckets in the same order. Does nothing if the sum needs a copy.
+
+        Args:
+            at_once: False: at the end of this backward (`start_due`), like the sums after it.
+        """
         shard = bucket.reduced
         fits = shard.is_on_device and bucket.dtypes.are_one and bucket.trained.owned.numel % self._collectives.size == 0
         if fits and self.start_beside:
+            self._due.append(bucket)
+            if at_once and len(self._due) == 1:
+                self.start_due()
+
+    @torch.no_grad()
+    def start_due(self) -> None:
+        """Start the sums that had to wait for the end of backward."""
+        for bucket in self._due:
             self._summed.add(bucket.bucket.index)
             self._beside[bucket.bucket.index] = self._start(bucket)
+        self._due.clear()
 
     def wait(self) -> None:
         """Wait for the sums in flight, which the other replicas start without this rank."""
+        self.start_due()
         self._wait_for(self._beside)
 
     def _wait_for(self, indices: Iterable[int]) -> None:

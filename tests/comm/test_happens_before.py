@@ -167,6 +167,9 @@ PROGRAMS = {
     "images on one rank, hpZ 2 of 4": Program(
         on_first(image=True), size=4, zero={**NONE_KEPT, "zero_hpz_partition_size": 2}
     ),
+    "images on one rank of each pair, shard groups of 2 of 4": Program(
+        lambda rank, step: Does(image=rank in (0, 3)), size=4, zero={**NONE_KEPT, "mics_shard_size": 2}
+    ),
     "images on both, later on one": Program(lambda rank, step: Does(image=rank == 0 or step < 4), num_text=4, steps=6),
     "images on one rank in turn": Program(lambda rank, step: Does(image=(rank + step) % 2 == 0), num_text=4, steps=6),
     "images on one rank, a sum over all before the text": Program(on_first(image=True), sums=2),
@@ -182,7 +185,7 @@ PROGRAMS = {
 FAST = ["alike, hpZ 2 of 4", "alike, offload", "images on one rank, 4 vision blocks"]
 FAST += ["images on both, later on one", "images on one rank, a sum over all before the text"]
 FAST += ["one rank leaves a plan in backward", "images on one rank, offload"]
-FAST += ["images on one rank, updates beside forward"]
+FAST += ["images on one rank, updates beside forward", "images on one rank of each pair, shard groups of 2 of 4"]
 PROGRAMS |= {f"{name}, direct": replace(each, is_direct=True) for name, each in PROGRAMS.items() if each.size == 2}
 FAST += [f"{name}, direct" for name in FAST if f"{name}, direct" in PROGRAMS]
 FAST += ["alike, far ahead, direct", "alike, evaluations between, direct"]

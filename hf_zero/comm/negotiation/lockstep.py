@@ -43,8 +43,8 @@ accelerator: has made compute wait), while another rank needs G, or a gather aft
 This assumes devices that run kernels of two communicators at the same time, which CUDA does not promise. So on
 accelerators ranks start all collectives in one order: in a plan by its order, and without one by holding reductions
 until a decision by which all ranks have them (`holds_reductions`). Decisions are made at fixed places of a program, not
-when a message is there. The assumption remains where a rank leaves a plan, between copies of the shards, and where the
-program itself communicates in between.
+when a message is there. The assumption remains where a rank leaves a plan, and where the program itself communicates in
+between.
 
 After the plan's end, the argument in `hf_zero.comm.negotiation` holds. `tests/support/happens_before.py` searches the
 graph of all operations of hosts and devices for cycles.
