@@ -221,6 +221,26 @@ def test_evaluation_without_training(stage: int, tmp_path: Path) -> None:
     assert run.deepspeed.optimizer is None
 
 
+def evaluate_in_16_bits(rank: int, folder: str) -> None:
+    config = {**BASE, "zero_optimization": {"stage": 3}, "optimizer": ADAMW}
+    with heard() as said:
+        assert trainer(Path(folder), config, bf16_full_eval=True).evaluate()["eval_loss"] > 0
+        clean()
+        run = trainer(Path(folder), config, bf16_full_eval=True)
+        run.train()
+        asked = run.evaluate()["eval_loss"]
+        assert run.args.bf16_full_eval
+        run.args.bf16_full_eval = False
+        assert asked == run.evaluate()["eval_loss"]
+    assert sum("bf16_full_eval: evaluated in torch.float32" in line for line in said) == 1
+
+
+def test_evaluation_in_16_bits_at_stage_3(tmp_path: Path) -> None:
+    """It failed, or cast the few weights that are whole: Trainer casts the weights for an evaluation outside of
+    training. While it trains, it evaluates them as they are."""
+    run_ranks(evaluate_in_16_bits, 2, str(tmp_path), init=False)
+
+
 def evaluate_alone(rank: int, folder: str) -> float:
     run = trainer(Path(folder), {**BASE, "optimizer": ADAMW})
     loss: float = run.evaluate()["eval_loss"]

@@ -26,6 +26,8 @@ from hf_zero.config.schema.whole import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.huggingface.samples import ranks_per_sample
 from hf_zero.integration.patches import MARK, Function, Patches
+from hf_zero.integration.patches.transformers import is_stage_3
+from hf_zero.log import logger
 
 _NOTED = "_hf_zero_tokens_of_update"
 _LABELS = "shift_labels"
@@ -268,6 +270,42 @@ def around_train(original: Function, self: Any, resume_from_checkpoint: Any = No
     for begin in services_for(config, "begin_training"):
         resume_from_checkpoint = begin(self, config, resume_from_checkpoint)
     return original(self, resume_from_checkpoint, *args, **options)
+
+
+@PATCHES.add(
+    "Trainer.evaluation_loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)",
+    without="with bf16_full_eval or fp16_full_eval, an evaluation outside of training fails at stage 3",
+    until="Trainer asks an engine for the dtype of an evaluation instead of casting its weights",
+)
+def around_evaluation_loop(original: Function, self: Any, *args: Any, **options: Any) -> Any:
+    """Evaluate at stage 3 in the dtype that the weights have, as evaluations during training do."""
+    dtypes = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
+    set_names = [name for name in dtypes if getattr(self.args, name)]
+    if not set_names or self.is_in_train or not is_stage_3():
+        return original(self, *args, **options)
+    for name in set_names:
+        setattr(self.args, name, False)
+    try:
+        result = original(self, *args, **options)
+    finally:
+        for name in set_names:
+            setattr(self.args, name, True)
+    used = next((each.dtype for each in self.model.parameters() if each.is_floating_point()), None)
+    for name in set_names:
+        if used != dtypes[name]:
+            _warn_of_full_eval(name, used)
+    return result
+
+
+@functools.cache
+def _warn_of_full_eval(name: str, used: torch.dtype | None) -> None:
+    logger.warning(
+        "%s: evaluated in %s, because the weights of stage 3 keep their dtype. Set %s.enabled to true in the config to "
+        "train and evaluate in it, or leave the option out",
+        name,
+        used,
+        name[:4],
+    )
 
 
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
