@@ -107,6 +107,7 @@ class ThroughputLog:
         self._num_updates = 0
         self._first: Mark | None = None
         self._last: tuple[int, Mark] | None = None  # (number of updates, mark) of the last line
+        # Lines whose marks have not passed: (step, number of updates, samples of an update, mark).
         self._due: deque[tuple[int, int, int, Mark]] = deque()
 
     def count(self, global_step: int, samples: int) -> None:
