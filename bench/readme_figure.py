@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "2026-11-23-beside-others-25m.json"
+RESULT = ROOT / "bench" / "results" / "2026-11-28-beside-others-25m.json"
 PLOT = ROOT / "docs" / "plots" / "step.svg"
 SHOWN = {
     **{f"hf_zero {stage}": f"hf_zero, stage {stage}" for stage in range(4)},
