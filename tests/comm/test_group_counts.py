@@ -149,7 +149,7 @@ def made_in_a_world_of(
         (known_groups, "NativeCollectives", Alone),
         (known_groups, "GatherStreamCollectives", Alone),
         (known_groups, "remember_ranks", lambda *_: None),
-        (known_groups, "common_timeout", lambda: None),
+        (known_groups, "common_timeout", lambda: timedelta(minutes=30)),
         (known_groups, "LockstepNegotiation", mock.Mock()),
         (dist.distributed_c10d, "_get_default_store", mock.Mock()),
         (KnownGroups, "connect", lambda *_: None),
