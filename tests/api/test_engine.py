@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.comm import init_distributed
 from hf_zero.config import ConfigError
@@ -23,7 +24,7 @@ from hf_zero.errors import WrongMoment
 from hf_zero.step.outcome import clip_coefficient
 from tests.support import beside_plain
 from tests.support.models import AwkwardMLP, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 ROWS = 4
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -500,33 +501,28 @@ def test_ranks_with_different_models_are_told_so_instead_of_hanging() -> None:
         run_ranks(run_different_models, 2)
 
 
-def run_rank_0_wins(rank: int) -> list[float]:
-    torch.manual_seed(rank)
+def run_rank_0_wins(rank: int, stage: int) -> dict[str, list[float]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
-    model[1].running_mean.fill_(rank)  # type: ignore[union-attr, operator]
-    initialize(model=model, config=config())
-    return torch.cat([value.float().view(-1) for value in model.state_dict().values()]).tolist()
+    for dtype in (torch.int16, torch.int64, torch.float8_e4m3fn, torch.uint16, torch.complex64):
+        model.register_buffer(str(dtype).removeprefix("torch."), torch.empty(3, 2).to(dtype).t())
+    model.register_buffer("number", torch.tensor(0, dtype=torch.int16))
+    model.register_buffer("unsaved", torch.empty(3), persistent=False)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(1 + rank)
+    initialize(model=model, config=config(zero_optimization={"stage": stage}))
+    with GatheredParameters(list(model.parameters())):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: value.detach().to(torch.complex64).real.flatten().tolist() for name, value in tensors.items()}
 
 
 def test_rank_0s_weights_frozen_weights_and_buffers_are_everybodys() -> None:
-    first, second = run_ranks(run_rank_0_wins, 2)
-    assert first == second
-
-
-def run_other_buffers(rank: int) -> dict[str, list[float]]:
-    model = nn.Linear(2, 2)
-    for dtype in (torch.int16, torch.float8_e4m3fn, torch.uint16, torch.complex64):
-        model.register_buffer(str(dtype).removeprefix("torch."), torch.full((3, 2), 1.0 + rank).to(dtype).t())
-    model.register_buffer("number", torch.tensor(1 + rank, dtype=torch.int16))
-    initialize(model=model, config=config())
-    return {name: buffer.to(torch.complex64).real.flatten().tolist() for name, buffer in model.named_buffers()}
-
-
-def test_buffers_of_any_dtype_are_everybodys() -> None:
-    """A buffer in int16 or float8, which neither gloo nor NCCL supports, failed initialize(): "Invalid scalar type"."""
-    first, second = run_ranks(run_other_buffers, 2)
-    assert first == second and all(set(values) == {1.0} for values in first.values())
+    """A buffer in int16 or float8, which neither gloo nor NCCL supports, failed initialize(): "Invalid scalar type". At
+    stage 3 each rank kept its own buffers: two ranks then computed two different models."""
+    for ranks in run_each(run_rank_0_wins, 2, [(2,), (3,)]):
+        for found in ranks:
+            assert len(found) == 16 and all(set(values) == {1.0} for values in found.values()), found
 
 
 def run_accumulation_dtype(rank: int, stage: int, dtype: str) -> torch.Tensor:

@@ -20,15 +20,9 @@ from hf_zero.api import parameter_access
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.stand_ins import ReleasedView
 from hf_zero.params.unit import digest
+from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each, run_ranks
 
-LIMITS = (
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-)
-NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
 BOTH: list[dict[str, int]] = [NOTHING_STAYS, {}]
 both_limits = pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 
@@ -152,13 +146,9 @@ def run_descriptions(rank: int) -> None:
     for name, p in engine.module.named_parameters():
         plain = dict(Net().named_parameters())[name]
         assert isinstance(p, nn.Parameter) and isinstance(p.data, Tensor) and p.is_leaf and p.grad is None
-        assert (p.shape, p.ndim, p.numel(), p.size(), p.dtype) == (
-            plain.shape,
-            plain.ndim,
-            plain.numel(),
-            plain.size(),
-            plain.dtype,
-        )
+        assert (p.shape, p.ndim, p.numel(), p.size()) == (plain.shape, plain.ndim, plain.numel(), plain.size())
+        assert (p.dtype, p.ds_shape, p.ds_numel) == (plain.dtype, plain.shape, plain.numel())
+        assert len(p.stride()) == p.ndim
         assert p.device == plain.device and p.requires_grad and p.is_floating_point() and p.nbytes == plain.nbytes
         assert hash(p) == id(p) and {p: 1}[p] == 1 and p.data_ptr() and p.untyped_storage().nbytes() == 4
         assert f"{name}: released" in repr(p) and name in f"{p}" and p is not None and (p != None)  # noqa: E711

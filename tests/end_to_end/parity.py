@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end import trainer_script
+from tests.support.launch import alone_is_not_distributed
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
@@ -195,10 +195,7 @@ def outcome(folder: Path) -> Outcome:
 
 def run_script(rank: int, words: list[str]) -> None:
     """Runs a rank as a launcher would, without the time for imports."""
-    if os.environ["WORLD_SIZE"] == "1":
-        # Like plain `python script.py`: no variable says that this is distributed.
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
+    alone_is_not_distributed()
     trainer_script.main(words)
 
 

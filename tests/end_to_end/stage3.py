@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from tests.support.models import VOCABULARY, Batch, stack, token_rows
+from tests.support.ranks import run_each
 from tests.support.reference import LossFunction, Recipe, Trace, assert_same_numbers, model_loss, train
 
 STAGE = 3
@@ -82,16 +82,39 @@ def train_engine(
 Seen = tuple[list[float], list[float], dict[str, Tensor]]
 
 
-def run_training(model: nn.Module, batches: Iterable[Batch], **more: Any) -> Seen:
+Build = Callable[[], nn.Module]
+Parts = Callable[[], list[list[Batch]]]  # [step][rank]
+
+
+def run_training(
+    rank: int, build: Build, parts: Parts, loss_function: LossFunction = model_loss, limits: Mapping[str, int] = {}
+) -> Seen:
     """This rank's observations of a training: losses, norms, final weights."""
-    engine = engine_of(model, **more)
-    losses, norms = train_engine(engine, batches)
+    model = build()
+    engine = engine_of(model, **limits)
+    losses, norms = train_engine(engine, [step[rank] for step in parts()], loss_function)
     return losses, norms, whole(model)
 
 
-def plain(model: nn.Module, parts: Sequence[Sequence[Batch]], recipe: Recipe = RECIPE) -> Trace:
+def assert_trains_as_plain(
+    build: Build,
+    parts: Parts,
+    loss_function: LossFunction = model_loss,
+    limits: Sequence[Mapping[str, int]] = ({},),
+) -> None:
+    """As many ranks as a step has batches train as one process, with each of the limits.
+
+    The timeout is short: ranks that wait for each other wait until it ends.
+    """
+    trace = plain(build(), parts(), loss_function)
+    cases = [(build, parts, loss_function, each) for each in limits]
+    for seen in run_each(run_training, len(parts()[0]), cases, timeout_s=60):
+        assert_same_training(seen, trace)
+
+
+def plain(model: nn.Module, parts: Sequence[Sequence[Batch]], loss_function: LossFunction = model_loss) -> Trace:
     """Trains in one process; `parts[step]` are the batches of the ranks in that step."""
-    return train(model, parts, recipe)
+    return train(model, parts, RECIPE, loss_function)
 
 
 def assert_same_training(seen: Sequence[Seen], trace: Trace) -> None:
@@ -110,13 +133,6 @@ def assert_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor])
         torch.testing.assert_close(
             tensors[name], value, rtol=TOLERANCE, atol=ABSOLUTE, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def alone_is_not_distributed() -> None:
-    """Makes a world of one look like plain `python script.py`, without a launcher's variables."""
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
 
 
 def arguments(folder: Path | str, config: dict[str, Any], **options: Any) -> TrainingArguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import deepspeed
@@ -12,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.comm.cpu import shared_memory
 from tests.end_to_end.stage3 import (
-    RECIPE,
     WIDTH,
     Seen,
     assert_same_training,
+    assert_trains_as_plain,
     engine_of,
     plain,
     run_training,
@@ -24,16 +25,10 @@ from tests.end_to_end.stage3 import (
     vectors,
     whole,
 )
+from tests.support.limits import NOTHING_STAYS
 from tests.support.models import Batch
 from tests.support.ranks import RankFailure, run_each, run_ranks
-from tests.support.reference import train
 
-ALL_ZERO = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
 DEFAULTS = {
     "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9,
@@ -41,7 +36,7 @@ DEFAULTS = {
     "stage3_prefetch_bucket_size": 50_000_000,
 }
 SHARDED_DEFAULTS = {**DEFAULTS, "stage3_param_persistence_threshold": 0}  # otherwise small models hardly use stage 3
-LIMITS = {"all 0": ALL_ZERO, "defaults": DEFAULTS, "defaults, nothing persistent": SHARDED_DEFAULTS}
+LIMITS = [NOTHING_STAYS, DEFAULTS, SHARDED_DEFAULTS]
 
 
 class Routed(nn.Module):
@@ -69,15 +64,9 @@ def routed(steps: int, routes: Routes) -> list[list[Batch]]:
     ]
 
 
-def run_routes(rank: int, routes: Routes, limits: dict[str, int]) -> Seen:
-    return run_training(seeded(Routed), [parts[rank] for parts in routed(4, routes)], **limits)
-
-
 def assert_carried(routes: Routes) -> None:
     """With all limits, one after the other."""
-    trace = plain(seeded(Routed), routed(4, routes))
-    for seen in run_each(run_routes, len(routes), [(routes, limits) for limits in LIMITS.values()], timeout_s=60):
-        assert_same_training(seen, trace)
+    assert_trains_as_plain(partial(seeded, Routed), partial(routed, 4, routes), limits=LIMITS)
 
 
 @pytest.mark.parametrize("routes", [((2, 2), (3, 3)), ((0, 1, 1), (1, 0, 0))])
@@ -114,22 +103,14 @@ def wide_batches() -> list[list[Batch]]:
     return [[batch(step, rank) for rank in (0, 1)] for step in range(5)]
 
 
-def build_wide() -> nn.Module:
-    return seeded(lambda: Routed(WIDE))
-
-
-def run_wide(rank: int) -> Seen:
-    return run_training(build_wide(), [parts[rank] for parts in wide_batches()], **ALL_ZERO)
-
-
 def test_large_experts_end_too() -> None:
     """Hidden size 512 also hung, but less often."""
-    assert_same_training(run_ranks(run_wide, 2, timeout_s=60), plain(build_wide(), wide_batches()))
+    assert_trains_as_plain(partial(seeded, partial(Routed, WIDE)), wide_batches, limits=[NOTHING_STAYS])
 
 
 def run_apart(rank: int, routes: Routes) -> Seen:
     with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
-        return run_routes(rank, routes, ALL_ZERO)
+        return run_training(rank, partial(seeded, Routed), partial(routed, 4, routes), limits=NOTHING_STAYS)
 
 
 def test_ranks_on_several_machines_carry_the_same() -> None:
@@ -142,7 +123,7 @@ def test_ranks_on_several_machines_carry_the_same() -> None:
 def run_more_forwards(rank: int) -> Seen:
     """Rank 0 evaluates its batch before it trains on it; both continue to train."""
     model = seeded(Routed)
-    engine = engine_of(model, **ALL_ZERO)
+    engine = engine_of(model, **NOTHING_STAYS)
     losses: list[float] = []
     norms: list[float] = []
     for parts in routed(3, ((0, 1, 3), (2, 1))):
@@ -161,7 +142,7 @@ def test_a_rank_that_runs_one_forward_more() -> None:
 
 
 def run_other_backwards(rank: int) -> None:
-    engine = engine_of(seeded(Routed), **ALL_ZERO)
+    engine = engine_of(seeded(Routed), **NOTHING_STAYS)
     batch = routed(1, ((0, 1), (2, 3)))[0][rank]
     for _ in range(1 + rank):
         engine.backward(engine(**batch))
@@ -190,28 +171,14 @@ class InForward(nn.Module):
         return self.outlet(torch.tanh(self.layers[second](x))).square().mean()
 
 
-def run_in_forward(rank: int, limits: dict[str, int]) -> Seen:
-    batches = [parts[rank] for parts in routed(3, ((0, 1), (2, 0)))]
-    return run_training(seeded(InForward), batches, **limits)
-
-
 def test_gathered_parameters_inside_a_forward_that_differs() -> None:
-    trace = plain(seeded(PlainInForward), routed(3, ((0, 1), (2, 0))))
-    for seen in run_each(run_in_forward, 2, [(limits,) for limits in LIMITS.values()], timeout_s=60):
-        assert_same_training(seen, trace)
-
-
-class PlainInForward(InForward):
-    def forward(self, x: Tensor, route: Tensor) -> Tensor:
-        first, second = route.tolist()
-        x = torch.tanh(self.layers[first](x)) + self.outlet.weight.detach().mean()
-        return self.outlet(torch.tanh(self.layers[second](x))).square().mean()
+    assert_trains_as_plain(partial(seeded, InForward), partial(routed, 3, ((0, 1), (2, 0))), limits=LIMITS)
 
 
 def run_two_engines(rank: int, backward_alike: bool) -> list[Seen]:
     """Rank 0 runs the first model and then the second, rank 1 in the opposite order."""
     models = [seeded(Routed) for _ in range(2)]
-    engines = [engine_of(model, **ALL_ZERO) for model in models]
+    engines = [engine_of(model, **NOTHING_STAYS) for model in models]
     own_order = (0, 1) if rank == 0 else (1, 0)
     losses: list[list[float]] = [[], []]
     norms: list[list[float]] = [[], []]
@@ -271,17 +238,11 @@ def direct_loss(model: nn.Module, batch: Batch) -> Tensor:
     return module.borrower(batch["x"]).square().mean()
 
 
-def run_direct(rank: int) -> Seen:
-    model = seeded(Lending)
-    engine = engine_of(model, **{**ALL_ZERO, "stage3_param_persistence_threshold": WIDTH})
-    return *train_engine(engine, [parts[rank] for parts in vectors(3)], direct_loss), whole(model)
-
-
 def test_a_module_called_by_itself_reads_another_ones_parameter() -> None:
     """The module's own parameters were persistent, so its forward was not hooked, and the neighbour's parameter that it
     read was NaN: losses and weights were silently NaN from the first step on."""
-    trace = train(seeded(Lending), vectors(3), RECIPE, direct_loss)
-    assert_same_training(run_ranks(run_direct, 2, timeout_s=60), trace)
+    limits = [{**NOTHING_STAYS, "stage3_param_persistence_threshold": WIDTH}]
+    assert_trains_as_plain(partial(seeded, Lending), partial(vectors, 3), direct_loss, limits)
 
 
 class DeadEnd(nn.Module):
@@ -300,13 +261,7 @@ class DeadEnd(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False).square().mean()
 
 
-def run_dead_end(rank: int, limits: dict[str, int]) -> Seen:
-    return run_training(seeded(DeadEnd), [parts[rank] for parts in vectors(3)], **limits)
-
-
 def test_a_checkpoint_whose_last_module_leads_to_nothing() -> None:
     """The run failed with "setStorage ... out of bounds": backward had reached the second last layer, whose
     recomputation also ran the last one, which released the layer in use."""
-    trace = plain(seeded(DeadEnd), vectors(3))
-    for seen in run_each(run_dead_end, 2, [(limits,) for limits in LIMITS.values()], timeout_s=60):
-        assert_same_training(seen, trace)
+    assert_trains_as_plain(partial(seeded, DeadEnd), partial(vectors, 3), limits=LIMITS)

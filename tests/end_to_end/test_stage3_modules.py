@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.end_to_end.stage3 import (
-    RECIPE,
     WIDTH,
     Seen,
     assert_same_training,
+    assert_trains_as_plain,
     engine_of,
     plain,
     rank_batches,
@@ -24,9 +25,9 @@ from tests.end_to_end.stage3 import (
     vectors,
     whole,
 )
+from tests.support.limits import NOTHING_STAYS
 from tests.support.models import Batch, tiny_llama
-from tests.support.ranks import run_ranks
-from tests.support.reference import train
+from tests.support.ranks import run_each, run_ranks
 
 
 class Reuser(nn.Module):
@@ -51,14 +52,10 @@ class Reuser(nn.Module):
         return self.outlet(self.other(first) + second).square().mean()
 
 
-def run_reuse(rank: int) -> Seen:
-    return run_training(seeded(Reuser), [parts[rank] for parts in vectors(6)])
-
-
 def test_a_module_used_twice_and_a_parameter_used_elsewhere() -> None:
     """The gradient of a module that ran twice in a forward was wrong, or "computed twice" was raised; a weight read
     from another module was an empty tensor."""
-    assert_same_training(run_ranks(run_reuse, 2), plain(seeded(Reuser), vectors(6)))
+    assert_trains_as_plain(partial(seeded, Reuser), partial(vectors, 6))
 
 
 class Stranger(nn.Module):
@@ -82,13 +79,9 @@ def ids_batches(steps: int) -> list[list[Batch]]:
     return [[{"ids": torch.randint(20, (3, 5), generator=generator)} for _ in range(2)] for _ in range(steps)]
 
 
-def run_stranger(rank: int) -> Seen:
-    return run_training(seeded(Stranger), [parts[rank] for parts in ids_batches(5)])
-
-
 def test_an_embedding_used_as_the_head() -> None:
     """`F.linear(x, self.embed.weight)` at the end, after the embedding was released, gave "size mismatch" or zeros."""
-    assert_same_training(run_ranks(run_stranger, 2), plain(seeded(Stranger), ids_batches(5)))
+    assert_trains_as_plain(partial(seeded, Stranger), partial(ids_batches, 5))
 
 
 class Chain(nn.ModuleList):
@@ -121,14 +114,10 @@ class Unusual(nn.Module):
         return self.outlet(x * self.vectors[0] + self.vectors[1] + self.table["bias"]).square().mean()
 
 
-def run_unusual(rank: int) -> Seen:
-    return run_training(seeded(Unusual), [parts[rank] for parts in vectors(5)])
-
-
 def test_parameters_in_unusual_places_are_trained() -> None:
     """Weight-normed convolutions (Wav2Vec2) have their parameters in a list that is not a list of layers. They belonged
     to no unit, got gradients, and were silently never updated."""
-    assert_same_training(run_ranks(run_unusual, 2), plain(seeded(Unusual), vectors(5)))
+    assert_trains_as_plain(partial(seeded, Unusual), partial(vectors, 5))
 
 
 class Returner(nn.Module):
@@ -164,17 +153,10 @@ def returned_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def run_returner(rank: int) -> Seen:
-    model = seeded(Returner)
-    losses, norms = train_engine(engine_of(model), [parts[rank] for parts in vectors(5)], returned_loss)
-    return losses, norms, whole(model)
-
-
 def test_outputs_that_are_passed_through_or_come_from_inside() -> None:
     """T5's blocks pass on the position bias of the first one, and CLIP returns the outputs of its towers. Backward took
     these for the blocks' own results and released weights that it was still using."""
-    trace = train(seeded(Returner), vectors(5), RECIPE, returned_loss)
-    assert_same_training(run_ranks(run_returner, 2), trace)
+    assert_trains_as_plain(partial(seeded, Returner), partial(vectors, 5), returned_loss)
 
 
 class Positions(nn.Module):
@@ -240,20 +222,14 @@ class Lender(nn.Module):
         return self.outlet(x).square().mean()
 
 
-def run_lender(rank: int, how: str, reentrant: bool | None) -> Seen:
-    nothing_stays = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
-    model = seeded(lambda: Lender(how, reentrant))
-    return run_training(model, [parts[rank] for parts in vectors(4)], **nothing_stays)
-
-
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("how", ["view", "parameter", "object"])
 def test_a_module_that_returns_its_parameter(how: str, reentrant: bool | None) -> None:
     """`return self.table[:length]`, of position embeddings, was a view of memory that had been freed when the outer
     module read it: a segmentation fault. Returning the parameter itself raised an error; DeepSpeed supports both.
     Outputs in nested objects were missed: "setStorage: ... out of bounds for storage of size 0" in backward."""
-    trace = plain(seeded(lambda: Lender(how, reentrant)), vectors(4))
-    assert_same_training(run_ranks(run_lender, 2, how, reentrant), trace)
+    build = partial(seeded, partial(Lender, how, reentrant))
+    assert_trains_as_plain(build, partial(vectors, 4), limits=[NOTHING_STAYS])
 
 
 class Kept(dict[str, Any]):
@@ -292,18 +268,12 @@ class ReadsBeside(nn.Module):
         return self.outlet(BESIDE[self.how][1](self.inner(x)[1])).square().mean()
 
 
-def run_beside(rank: int, how: str) -> Seen:
-    nothing_stays = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
-    model = seeded(lambda: ReadsBeside(how))
-    return run_training(model, [parts[rank] for parts in vectors(4)], **nothing_stays)
-
-
 @pytest.mark.parametrize("how", BESIDE)
 def test_an_output_that_is_in_something_beside_a_plain_tensor(how: str) -> None:
     """It was looked for only where there was no plain tensor: backward read released weights, and gradients were
     silently wrong."""
-    trace = plain(seeded(lambda: ReadsBeside(how)), vectors(4))
-    assert_same_training(run_ranks(run_beside, 2, how), trace)
+    build = partial(seeded, partial(ReadsBeside, how))
+    assert_trains_as_plain(build, partial(vectors, 4), limits=[NOTHING_STAYS])
 
 
 class Returning(nn.Module):
@@ -324,9 +294,9 @@ def loss_with_positions(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def run_returning(rank: int, **more: Any) -> Seen:
+def run_returning(rank: int, limits: dict[str, int]) -> Seen:
     model = seeded(Returning)
-    engine = engine_of(model, **more)
+    engine = engine_of(model, **limits)
     (parts,) = vectors(1)
     with torch.no_grad():
         _, kept = engine(**parts[rank])
@@ -336,15 +306,11 @@ def run_returning(rank: int, **more: Any) -> Seen:
     return losses, norms, whole(model)
 
 
-def run_returning_without_room(rank: int) -> Seen:
-    return run_returning(rank, stage3_max_live_parameters=0, stage3_prefetch_bucket_size=0)
-
-
-@pytest.mark.parametrize("run", [run_returning, run_returning_without_room])
-def test_a_view_of_a_parameter_that_the_program_gets(run: Callable[[int], Seen]) -> None:
+def test_a_view_of_a_parameter_that_the_program_gets() -> None:
     """The same segmentation fault in a program's loss, or when it prints the output of an evaluation."""
-    trace = train(seeded(Returning), vectors(4), RECIPE, loss_with_positions)
-    assert_same_training(run_ranks(run, 2), trace)
+    trace = plain(seeded(Returning), vectors(4), loss_with_positions)
+    for seen in run_each(run_returning, 2, [({},), (NOTHING_STAYS,)]):
+        assert_same_training(seen, trace)
 
 
 def run_several_backwards(rank: int) -> Seen:
@@ -404,12 +370,14 @@ def masked_llama(mask: str, layers: int = 3) -> Any:
 
 
 def run_masked(rank: int, mask: str, reentrant: bool | None) -> Seen:
-    model = masked_llama(mask)
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    model.train()
-    return run_training(model, [parts[rank] for parts in rank_batches(4)])
+    def build() -> Any:
+        model = masked_llama(mask)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        return model.train()
+
+    return run_training(rank, build, partial(rank_batches, 4))
 
 
 QUICK = [("freeze_nothing", True), ("freeze_all_but_one", None), ("freeze_as_lora_does", False)]
@@ -450,12 +418,7 @@ class Checkpointed(nn.Module):
         return self.outlet(x).square().mean()
 
 
-def run_checkpointed(rank: int, reentrant: bool) -> Seen:
-    return run_training(seeded(lambda: Checkpointed(reentrant)), [parts[rank] for parts in vectors(4)])
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_shared_over_depth_under_checkpointing(reentrant: bool) -> None:
     """Shared layers under checkpointing raised "the parameter has already been reduced", or lost a gradient."""
-    trace = plain(seeded(lambda: Checkpointed(reentrant)), vectors(4))
-    assert_same_training(run_ranks(run_checkpointed, 2, reentrant), trace)
+    assert_trains_as_plain(partial(seeded, partial(Checkpointed, reentrant)), partial(vectors, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from tests.end_to_end.stage3 import (
     WIDTH,
     Seen,
     assert_same_training,
+    assert_trains_as_plain,
     auto_config,
     ds_config,
     engine_of,
     plain,
     rank_batches,
-    run_training,
     seeded,
     train_engine,
     vectors,
@@ -133,45 +134,6 @@ def test_predict_with_generate_of_a_trainer(tmp_path: Path) -> None:
         assert predicted == expected
 
 
-class Experts(nn.Module):
-    """A router that uses the sign of the first number, and experts that are separate modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 14), nn.Tanh(), nn.Linear(14, WIDTH)) for _ in "ab")
-        self.outlet = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, choice: int) -> Tensor:
-        return self.outlet(self.experts[int(choice)](self.inlet(x))).square().mean()
-
-
-class ExpertModel(nn.Module):
-    """Two of them in a row, so that they are units; a rank uses one expert only, a different one in each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(3))
-
-    def forward(self, x: Tensor, choice: int) -> Tensor:
-        return sum((layer(x, (int(choice) + n) % 2) for n, layer in enumerate(self.layers)), x.new_zeros(()))
-
-
-def choices(steps: int) -> list[list[Batch]]:
-    """Each rank only uses experts that the other one does not."""
-    return [[{**part, "choice": torch.tensor(n)} for n, part in enumerate(parts)] for parts in vectors(steps)]
-
-
-def run_experts(rank: int) -> Seen:
-    return run_training(seeded(ExpertModel), [parts[rank] for parts in choices(5)])
-
-
-def test_disjoint_experts_as_modules() -> None:
-    """Experts are gathered when they are called. If ranks called different ones, the collectives did not match and the
-    job hung; every new model had to be added to a list of leaf modules by hand."""
-    assert_same_training(run_ranks(run_experts, 2, timeout_s=60), plain(seeded(ExpertModel), choices(5)))
-
-
 def biased_mixtral() -> Any:
     """Tokens below 50 are routed to experts 0 and 1, the others to 2 and 3."""
     model = ARCHITECTURES["mixtral"].build()
@@ -195,12 +157,8 @@ def mixtral_batches(steps: int) -> list[list[Batch]]:
     return parts
 
 
-def run_mixtral(rank: int) -> Seen:
-    return run_training(biased_mixtral(), [parts[rank] for parts in mixtral_batches(4)])
-
-
 def test_disjoint_experts_of_mixtral() -> None:
-    """The same hang with a model of transformers, whose experts are now packed into one parameter."""
+    """Experts of transformers' models are packed into one parameter; test_stage3_any_order.py has modules."""
     model = biased_mixtral()
     used = []
     for part in mixtral_batches(1)[0]:
@@ -209,7 +167,7 @@ def test_disjoint_experts_of_mixtral() -> None:
         gradient = model.model.layers[0].mlp.experts.gate_up_proj.grad
         used.append(set(gradient.flatten(1).any(1).nonzero().flatten().tolist()))
     assert used == [{0, 1}, {2, 3}], "the routing is not disjoint: this would prove nothing"
-    assert_same_training(run_ranks(run_mixtral, 2, timeout_s=60), plain(biased_mixtral(), mixtral_batches(4)))
+    assert_trains_as_plain(biased_mixtral, partial(mixtral_batches, 4))
 
 
 def story_batches(steps: int) -> list[list[Batch]]:
@@ -223,15 +181,10 @@ def story_batches(steps: int) -> list[list[Batch]]:
     return parts
 
 
-def run_stories(rank: int) -> Seen:
-    batches = [parts[rank] for parts in story_batches(4)]
-    return run_training(ARCHITECTURES["llava"].build(), batches, stage3_max_live_parameters=100_000)
-
-
 def test_a_text_batch_beside_a_vision_batch() -> None:
     """One rank's batch had no image, so its vision tower did not run, and the other rank waited for it forever."""
-    trace = plain(ARCHITECTURES["llava"].build(), story_batches(4))
-    assert_same_training(run_ranks(run_stories, 2, timeout_s=60), trace)
+    build, parts = ARCHITECTURES["llava"].build, partial(story_batches, 4)
+    assert_trains_as_plain(build, parts, limits=[{"stage3_max_live_parameters": 100_000}])
 
 
 class Branches(nn.Module):
@@ -257,13 +210,9 @@ def flagged(steps: int) -> list[list[Batch]]:
     ]
 
 
-def run_branches(rank: int) -> Seen:
-    return run_training(seeded(Branches), [parts[rank] for parts in flagged(6)])
-
-
 def test_a_branch_that_runs_on_one_rank_or_on_none() -> None:
     """A module executed on some ranks only left the others in another collective."""
-    assert_same_training(run_ranks(run_branches, 2, timeout_s=60), plain(seeded(Branches), flagged(6)))
+    assert_trains_as_plain(partial(seeded, Branches), partial(flagged, 6))
 
 
 def run_rank_0_looks(rank: int) -> Seen:

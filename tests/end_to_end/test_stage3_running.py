@@ -9,29 +9,23 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.end_to_end.stage3 import (
-    RECIPE,
-    Seen,
-    alone_is_not_distributed,
     arguments,
-    assert_same_tensors,
-    assert_same_training,
     auto_config,
     ds_config,
     engine_of,
     rank_batches,
     train_engine,
     trainer_of,
-    whole,
 )
 from tests.end_to_end.test_stage3_modules import masked_llama
 from tests.end_to_end.test_stage3_ranks import PROMPTS, lively_llama
+from tests.support.launch import alone_is_not_distributed
 from tests.support.memory import kept_bytes, live_bytes, shared_blocks
-from tests.support.models import Batch, stack, tiny_llama, token_rows
+from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks
-from tests.support.reference import train
 
 
 def run_flat(rank: int) -> tuple[list[int], list[int], list[int]]:
@@ -121,35 +115,3 @@ def test_inference_with_sharded_weights() -> None:
     for rank, (logits, held) in enumerate(run_ranks(run_engine_without_optimizer, 2)):
         torch.testing.assert_close(logits, model(input_ids=torch.tensor([PROMPTS[rank]])).logits)
         assert held < 4 * 2000, "whole parameters stay in memory"
-
-
-def run_policy_and_reference(rank: int) -> Seen:
-    policy, reference = tiny_llama(), tiny_llama(seed=1)
-    engine = engine_of(policy)
-    judge, *_ = deepspeed.initialize(model=reference, config=ds_config(optimizer=False))
-    judge.eval()
-    losses, norms = [], []
-    for parts in rank_batches(3):
-        with torch.no_grad():
-            judgement = judge(**parts[rank]).loss
-        loss = engine(**parts[rank]).loss
-        engine.backward(loss * judgement)
-        engine.step()
-        losses.append((loss * judgement).item())
-        norms.append(float(engine.get_global_grad_norm()))
-    assert_same_tensors(whole(reference), dict(tiny_llama(seed=1).named_parameters()))
-    return losses, norms, whole(policy)
-
-
-def test_several_engines_in_one_process() -> None:
-    """A second engine (a reference model) replaced the first one, or mixed up its gathers with it."""
-    judge = tiny_llama(seed=1).eval()
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            judgement = judge(**batch).loss
-        loss: Tensor = model(**batch).loss * judgement
-        return loss
-
-    trace = train(tiny_llama(), rank_batches(3), RECIPE, loss_of)
-    assert_same_training(run_ranks(run_policy_and_reference, 2), trace)

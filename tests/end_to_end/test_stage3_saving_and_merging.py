@@ -20,7 +20,6 @@ from accelerate.utils import DeepSpeedPlugin  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.end_to_end.stage3 import (  # noqa: E402
-    alone_is_not_distributed,
     arguments,
     assert_same_tensors,
     auto_config,
@@ -28,17 +27,12 @@ from tests.end_to_end.stage3 import (  # noqa: E402
     whole,
 )
 from tests.support.architectures import ARCHITECTURES  # noqa: E402
+from tests.support.launch import alone_is_not_distributed  # noqa: E402
+from tests.support.limits import NOTHING_STAYS  # noqa: E402
 from tests.support.models import VOCABULARY, tiny_llama  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.requirements import requires  # noqa: E402
 
-LIMITS = (
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-)
-NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
 # Parameters that are not persistent stay gathered after an evaluation, as in larger models.
 STAYS = {"stage3_param_persistence_threshold": 0}
 NAMED = {"zero": NOTHING_STAYS, "stays": STAYS, "defaults": {}}
@@ -184,7 +178,8 @@ def test_a_trainer_saves_a_prompt(kind: str, limits: dict[str, int], tmp_path: P
 
 
 def run_merges(rank: int, folder: str, limits: dict[str, int], kind: str, safely: bool, evaluates: bool) -> Any:
-    training = arguments(folder, auto_config(**{**dict.fromkeys(LIMITS, "auto"), **stage_3(limits)}), max_steps=2)
+    config = auto_config(**{**dict.fromkeys(NOTHING_STAYS, "auto"), **stage_3(limits)})
+    training = arguments(folder, config, max_steps=2)
     trainer = trainer_of(with_adapter(kind), training)
     trainer.train()
     if evaluates:

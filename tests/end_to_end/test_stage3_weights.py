@@ -1,10 +1,9 @@
-"""Stage 3 weights: shapes, saving, loading, resized vocabularies, ties."""
+"""Stage 3 weights: layers called by themselves, saving, loading, resized vocabularies, ties."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForCTC,
@@ -30,6 +29,7 @@ from tests.end_to_end.stage3 import (
     arguments,
     assert_same_tensors,
     assert_same_training,
+    assert_trains_as_plain,
     auto_config,
     ds_config,
     engine_of,
@@ -50,30 +50,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------
-
-
-def run_look_at_parameters(rank: int) -> None:
-    model = tiny_llama()
-    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
-    engine = engine_of(model)
-    for _ in range(2):  # before and after a step
-        for name, parameter in model.named_parameters():
-            full = expected[name]
-            assert (parameter.shape, parameter.ndim, parameter.numel()) == (full.shape, full.ndim, full.numel()), name
-            assert parameter.stride() is not None and len(parameter) == len(full)
-            assert parameter.ds_shape == full.shape and parameter.ds_numel == full.numel()
-            with pytest.raises(RuntimeError, match=f"'{name}' cannot be"):  # on each rank separately: must not wait
-                parameter.detach().double().sum()
-        train_engine(engine, [rank_batches(1)[0][rank]])
-        expected = whole(model)
-    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) <= 4 * 2000, "whole parameters stay in memory"
-
-
-def test_parameters_never_lie_about_their_shape() -> None:
-    """Partitioned parameters used to be empty: `lm_head.weight.shape` was [0] outside a forward, so that heads were
-    created with size 0 and code that checks `.ndim == 2` silently disabled features."""
-    run_ranks(run_look_at_parameters, 2)
+# --- layers called by themselves ---------------------------------------------------------------------------------
 
 
 def run_embedding_alone(rank: int) -> list[Tensor]:
@@ -106,16 +83,9 @@ def embedded_loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-def run_outside_embedding(rank: int) -> Any:
-    model = tiny_llama()
-    engine = engine_of(model)
-    losses, norms = train_engine(engine, [step[rank] for step in rank_batches(4)], embedded_loss)
-    return losses, norms, whole(model)
-
-
 def test_a_layer_called_by_itself_is_trained() -> None:
     """The same problem in training: the embedding's gradient came from a use that the engine did not see."""
-    assert_same_training(run_ranks(run_outside_embedding, 2), plain(tiny_llama(), rank_batches(4)))
+    assert_trains_as_plain(tiny_llama, partial(rank_batches, 4), embedded_loss)
 
 
 # --- saving ------------------------------------------------------------------------------------------------------
@@ -287,47 +257,6 @@ def test_missing_keys_are_noticed_and_initialised(tmp_path: Path) -> None:
         assert first[0][name].std().item() == pytest.approx(model.config.initializer_range, rel=0.2), name
 
 
-def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
-    """Loading a head of another size into partitioned parameters went unnoticed, because all had shape [0]."""
-    tiny_llama().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    with pytest.raises(AssertionError, match=r"(?s)mismatch|ignore_mismatched_sizes"):
-        run_ranks(run_load, 2, str(tmp_path), {})
-
-
-class Hoarder(nn.Module):
-    """A model with buffers: a random one, one that is not saved, one of integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-        self.register_buffer("drawn", torch.randn(7))
-        self.register_buffer("unsaved", torch.rand(3), persistent=False)
-        self.register_buffer("count", torch.randint(1000, (4,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
-
-
-def run_buffers(rank: int) -> dict[str, Tensor]:
-    torch.manual_seed(rank)
-    model = Hoarder()
-    mine = {name: value.clone() for name, value in model.named_buffers()}
-    engine = engine_of(model)
-    train_engine(engine, [], None)  # type: ignore[arg-type]
-    now = {name: value.clone() for name, value in model.named_buffers()}
-    return {**{f"before {name}": value for name, value in mine.items()}, **now}
-
-
-def test_buffers_are_those_of_rank_0_everywhere() -> None:
-    """Each rank kept its own buffers: two ranks then computed two different models."""
-    first, second = run_ranks(run_buffers, 2)
-    for name in ("drawn", "unsaved", "count"):
-        assert not torch.equal(first[f"before {name}"], second[f"before {name}"])
-        assert torch.equal(first[name], first[f"before {name}"]) and torch.equal(second[name], first[name]), name
-
-
 # --- weights under a parametrization, digests --------------------------------------------------------------------
 
 
@@ -470,41 +399,3 @@ def test_resize_token_embeddings(tied: bool, size: int, multiple: int | None, ro
     model = LlamaForCausalLM(config)
     model.load_state_dict(answers[0][3], strict=not tied)
     assert_same_training([answer[4] for answer in answers], plain(model, rank_batches(3, limit=100)))
-
-
-# --- editing -----------------------------------------------------------------------------------------------------
-
-
-def run_edit(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    model = tiny_llama()
-    engine = engine_of(model)
-    head, norm = model.lm_head.weight, model.model.norm.weight
-    with deepspeed.zero.GatheredParameters([head, norm], modifier_rank=0):
-        if rank == 0:
-            head.data.fill_(0.25)
-            norm.data[3] = 7.0
-    edited = whole(model)
-    with deepspeed.zero.GatheredParameters([head]):
-        head.data.fill_(-1.0)  # without modifier_rank: discarded
-    with deepspeed.zero.GatheredParameters(list(model.parameters())), deepspeed.zero.GatheredParameters(head):
-        nested = head.detach().clone()  # the inner context must not release it for the outer one
-    after = whole(model)
-    train_engine(engine, [rank_batches(1)[0][rank]])
-    return edited, {**after, "nested": nested}, whole(model)
-
-
-def test_edits_under_gathered_parameters_reach_all_ranks_and_the_optimizer() -> None:
-    """Weight surgery on rank 0 was lost, or reverted after the next step, because the masters kept the old values;
-    nested gathers raised an error or were released too early."""
-    expected = tiny_llama()
-    with torch.no_grad():
-        expected.lm_head.weight.fill_(0.25)
-        expected.model.norm.weight[3] = 7.0
-    begun = {name: value.detach().clone() for name, value in expected.named_parameters()}
-    trace = plain(expected, rank_batches(1))
-    for edited, after, trained in run_ranks(run_edit, 2):
-        assert torch.equal(after.pop("nested"), begun["lm_head.weight"])
-        for name, value in begun.items():
-            assert torch.equal(edited[name], value) and torch.equal(after[name], value), name
-        assert_same_tensors(trained, {name: trace.weights[name] for name in trained})
-    assert math.isfinite(trace.losses[0])

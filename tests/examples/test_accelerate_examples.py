@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import sys
@@ -18,7 +17,7 @@ from topics import NUM_WORDS, TOPICS, WINDOW, Samples, load_topics, new_model, s
 from transformers import AutoModelForSequenceClassification
 
 from tests.examples.conftest import EXAMPLES
-from tests.support.launch import Finished, a_port, accelerate, launch
+from tests.support.launch import Finished, a_port, accelerate, alone_is_not_distributed, launch
 from tests.support.ranks import run_ranks
 
 NLP, CONFIG = EXAMPLES / "nlp_accelerate.py", EXAMPLES / "config_support.py"
@@ -51,9 +50,7 @@ def by_plain_python(script: Path, words: Sequence[object]) -> Finished:
 
 def run_as_main(rank: int, script: Path, words: list[str]) -> str:
     """Returns the output."""
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
+    alone_is_not_distributed()
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *words]
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -5,13 +5,12 @@ Scales are per tensor, so two ranks with the same samples get the same as one. C
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.launch import LAUNCHER_VARIABLES
+from tests.support.launch import alone_is_not_distributed
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
 
@@ -39,9 +38,7 @@ def losses_of(model: Any, ids: torch.Tensor, optimizer: Any, backward: Any) -> l
 
 
 def under_accelerate(rank: int, stage: int) -> list[float]:
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
+    alone_is_not_distributed()
     import hf_zero
 
     hf_zero.install()

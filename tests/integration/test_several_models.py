@@ -108,7 +108,9 @@ def train_prepared(
 
 
 def ds(stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # otherwise these models stay whole
     return {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": zero, **more}
 
 

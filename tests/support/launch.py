@@ -36,6 +36,13 @@ class Finished:
         return self
 
 
+def alone_is_not_distributed() -> None:
+    """Makes a world of one look like plain `python script.py`, without a launcher's variables."""
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+
+
 def a_port() -> int:
     """A port that is unlikely to be used: below the ephemeral range, so that the system gives it to nobody else."""
     return random.SystemRandom().randrange(10000, 32000)

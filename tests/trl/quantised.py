@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.launch import LAUNCHER_VARIABLES
+from tests.support.launch import alone_is_not_distributed
 from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
@@ -91,9 +91,7 @@ class Outcome:
 
 def train(rank: int, base: str, adapter: str, stage: int | None, folder: str) -> Any:
     """One rank of a Trainer run."""
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
+    alone_is_not_distributed()
     import hf_zero
 
     hf_zero.install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from tests.support.launch import LAUNCHER_VARIABLES
+from tests.support.launch import alone_is_not_distributed
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same_numbers, assert_same_weights
 from tests.trl import material
@@ -116,9 +115,7 @@ class Outcome:
 
 def run_script(rank: int, words: list[str]) -> None:
     """Runs a rank as a launcher would, without the time for imports."""
-    if os.environ["WORLD_SIZE"] == "1":
-        for name in LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
+    alone_is_not_distributed()
     from tests.trl import trl_script
 
     trl_script.main(words)
