@@ -43,13 +43,18 @@ def beside_real(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A launched job of one rank, without state of earlier tests in the libraries' globals."""
+def clean_libraries() -> Iterator[None]:
+    """Neither finds nor leaves a test's state in the libraries' globals."""
     from tests.integration.flows import clean  # local, because other tests do not need these libraries
 
     clean()
+    yield
+    clean()
+
+
+@pytest.fixture
+def one_rank(clean_libraries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched job of one rank."""
     launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    yield
-    clean()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,7 +32,10 @@ def fresh(one_rank: None) -> Iterator[None]:
 
 def prepared(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> tuple[Any, Any]:
     """The engine and the scheduler that `prepare` creates from real or dummy objects."""
-    acc = accelerator(given, **options)
+    return prepare(accelerator(given, **options), optimizer, scheduler)
+
+
+def prepare(acc: Any, optimizer: str, scheduler: str | None) -> tuple[Any, Any]:
     model = torch.nn.Linear(8, 8)
     optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if optimizer == "dummy":
@@ -49,13 +53,7 @@ def prepared(given: Any, optimizer: str, scheduler: str | None, **options: Any) 
     return result[0], result[3] if schedule is not None else None
 
 
-def refused(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        prepared(given, optimizer, scheduler, **options)
-    return str(caught.value)
-
-
-# The eight cases
+# Sections and objects
 
 
 def test_both_sections_with_both_dummies() -> None:
@@ -86,44 +84,59 @@ def test_scheduler_section_with_a_real_optimizer() -> None:
     assert type(engine.lr_scheduler).__name__ == "WarmupDecayLR" and engine.lr_scheduler.max_lrs == [0.1]
 
 
-def test_a_dummy_optimizer_with_a_real_scheduler() -> None:
-    message = refused(one_step(optimizer=ADAMW), "dummy", "real")
-    assert "only `accelerate.utils.DummyScheduler` can go with `accelerate.utils.DummyOptim`" in message
-    assert "lr_scheduler_callable" in message
-
-
 def test_a_dummy_optimizer_with_a_schedule_made_later() -> None:
     engine, _ = prepared(one_step(optimizer=ADAMW), "dummy", "callable")
     assert type(engine.lr_scheduler) is LambdaLR
     assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer
 
 
-def test_an_optimizer_in_file_and_code(tmp_path: Path) -> None:
-    path = write(tmp_path, one_step(optimizer=ADAMW))
-    message = refused(str(path), "real", None)
-    assert f"optimizer = 'AdamW'  [{path}:" in message and "given to prepare() = 'SGD'  [the script]" in message
-    assert "in the config and in the code at the same time" in message and "`accelerate.utils.DummyOptim`" in message
+BOTH = {"optimizer": ADAMW, "scheduler": WARMUP_DECAY}
+OPTIMIZER_TWICE = "You cannot specify an optimizer in the config file and in the code"
+SCHEDULER_TWICE = "You cannot specify a scheduler in the config file and in the code at the same time."
+# sections, optimizer, scheduler, the first words of accelerate's own error, words of ours
+CLASHES: list[tuple[dict[str, Any], str, str | None, str, tuple[str, ...]]] = [
+    (
+        {"optimizer": ADAMW}, "real", None, OPTIMIZER_TWICE,
+        ("optimizer = 'AdamW'  [{path}:", "given to prepare() = 'SGD'  [the script]", "`accelerate.utils.DummyOptim`"),
+    ),
+    (
+        {}, "dummy", None, "You cannot create a `DummyOptim` without specifying an optimizer in the config file.",
+        ("cannot create a `DummyOptim` without an optimizer section", "AdamW"),
+    ),
+    (BOTH, "dummy", "real", SCHEDULER_TWICE, ()),
+    (
+        {"optimizer": ADAMW}, "dummy", "real", "You can only specify `accelerate.utils.DummyScheduler` in the code",
+        ("only `accelerate.utils.DummyScheduler` can go with `accelerate.utils.DummyOptim`", "lr_scheduler_callable"),
+    ),
+    (
+        {"scheduler": WARMUP_DECAY}, "real", "real", SCHEDULER_TWICE,
+        ("scheduler = 'WarmupDecayLR'", "given to prepare() = 'LambdaLR'", "remove the section scheduler from"),
+    ),
+    (
+        {}, "real", "dummy", "Either specify a scheduler in the config file or pass in the `lr_scheduler_callable`",
+        ("there is none",),
+    ),
+    (BOTH | {"zero_optimisation": 1}, "real", "real", OPTIMIZER_TWICE, ("(3 problems)",)),
+]  # fmt: skip
 
 
-def test_a_dummy_optimizer_without_a_section() -> None:
-    message = refused(one_step(), "dummy", None)
-    assert "cannot create a `DummyOptim` without an optimizer section" in message and "AdamW" in message
-
-
-def test_a_scheduler_in_file_and_code() -> None:
-    message = refused(one_step(scheduler=WARMUP_DECAY), "real", "real")
-    assert "scheduler = 'WarmupDecayLR'" in message and "given to prepare() = 'LambdaLR'" in message
-    assert "remove the section scheduler from the config" in message
-
-
-def test_a_dummy_scheduler_without_section_or_callable() -> None:
-    message = refused(one_step(), "real", "dummy")
-    assert "there is none" in message and "`lr_scheduler_callable`" in message
-
-
-def test_several_wrong_objects_and_keys_are_named_together() -> None:
-    message = refused(one_step(optimizer=ADAMW, scheduler=WARMUP_DECAY, zero_optimisation=1), "real", "real")
-    assert "(3 problems)" in message
+@pytest.mark.parametrize(("sections", "optimizer", "scheduler", "first", "words"), CLASHES)
+def test_what_prepare_cannot_use_is_refused_in_accelerates_words_first(
+    sections: dict[str, Any], optimizer: str, scheduler: str | None, first: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A search for accelerate's message found nothing, because hf_zero's was worded differently."""
+    path = write(tmp_path, one_step(**sections))
+    acc = accelerator(str(path))
+    before = dict(acc.deepspeed_plugin.deepspeed_config)
+    with pytest.raises(ConfigError) as caught:
+        prepare(acc, optimizer, scheduler)
+    message = str(caught.value)
+    assert message.startswith(first) and "\nhf_zero found in this config (" in message
+    for each in words:
+        assert each.format(path=path) in message, message
+    # As after accelerate's own check, an engine can be made with the same objects, once they are corrected.
+    assert dict(acc.deepspeed_plugin.deepspeed_config) == before
+    assert deepspeed.initialize is hf_zero.initialize
 
 
 # Autos
@@ -263,6 +276,7 @@ def test_a_precision_flag_against_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         accelerator(str(path), mixed_precision="fp16")
     message = str(caught.value)
+    assert message.startswith("`--mixed_precision` arg cannot be set to `fp16` when `bf16` is set")
     assert f"bf16.enabled = true  [{path}:" in message
     assert "but:  mixed_precision = 'fp16'  [Accelerator(mixed_precision)]" in message
 

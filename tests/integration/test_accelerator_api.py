@@ -46,10 +46,9 @@ def new_model() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
 
 
-def rows(batches: int = BATCHES) -> TensorDataset:
-    """Rows for `batches` batches on every rank."""
+def rows() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    count = RANKS * BATCH * batches
+    count = RANKS * BATCH * BATCHES
     return TensorDataset(torch.randn(count, 7, generator=generator), torch.randn(count, 3, generator=generator))
 
 
@@ -65,22 +64,22 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def train_plainly(accumulation: int = ACCUMULATION, clip: float = CLIP, batches: int = BATCHES) -> Trained:
+def train_plainly(model: nn.Module | None = None, *, scheduled: bool = True) -> Trained:
     """Trains on the whole batch in one process, without hf_zero."""
-    model = new_model()
+    model = model or new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
     norms, rates = [], []
-    for number, batch in enumerate(DataLoader(rows(batches), batch_size=RANKS * BATCH), 1):
-        (loss_of(model, batch) / accumulation).backward()
-        if number % accumulation == 0:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+    for number, batch in enumerate(DataLoader(rows(), batch_size=RANKS * BATCH), 1):
+        (loss_of(model, batch) / ACCUMULATION).backward()
+        if number % ACCUMULATION == 0:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
             optimizer.step()
-            for _ in range(RANKS):  # accelerate counts the steps of one process over all batches
+            for _ in range(RANKS * scheduled):  # accelerate counts the steps of one process over all batches
                 schedule.step()
             optimizer.zero_grad()
             rates.append(schedule.get_last_lr()[0])
-    return Trained(dict(model.state_dict()), norms, rates)
+    return Trained(copy.deepcopy(dict(model.state_dict())), norms, rates)
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, schedule: Any = None) -> Trained:
@@ -209,18 +208,10 @@ def run_no_sync(rank: int, stage: int) -> Trained:
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), *MOSTLY_3])
 def test_no_sync_holds_the_update_back(stage: int) -> None:
     """It raised an error at stages 0 and 1, and made an extra update at stages 2 and 3."""
-    model = new_model()
-    optimizer = new_optimizer(model)
-    norms = []
-    for number, batch in enumerate(DataLoader(rows(), batch_size=RANKS * BATCH), 1):
-        (loss_of(model, batch) / 2).backward()
-        if number % 2 == 0:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-            optimizer.step()
-            optimizer.zero_grad()
+    expected = train_plainly(scheduled=False)
     for rank, got in enumerate(run_ranks(run_no_sync, RANKS, stage, init=False)):
-        assert_weights(got.weights, dict(model.state_dict()), rank, stage)
-        assert got.norms == pytest.approx(norms, rel=TOLERANCE)
+        assert_weights(got.weights, expected.weights, rank, stage)
+        assert got.norms == pytest.approx(expected.norms, rel=TOLERANCE)
 
 
 def run_saving(rank: int, stage: int, folder: str) -> dict[str, Any]:
@@ -379,19 +370,10 @@ def run_freeing(rank: int, stage: int) -> list[Trained]:
 @pytest.mark.parametrize("stage", MOSTLY_3)
 def test_freed_memory_is_free_and_the_model_trains_again(stage: int) -> None:
     model = new_model()
-    expected = []
-    for _ in range(2):
-        optimizer = new_optimizer(model)
-        for number, batch in enumerate(DataLoader(rows(), batch_size=RANKS * BATCH), 1):
-            (loss_of(model, batch) / ACCUMULATION).backward()
-            if number % ACCUMULATION == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-        expected.append(copy.deepcopy(dict(model.state_dict())))
+    expected = [train_plainly(model, scheduled=False) for _ in range(2)]
     for rank, got in enumerate(run_ranks(run_freeing, RANKS, stage, init=False)):
-        for trained, weights in zip(got, expected, strict=True):
-            assert_weights(trained.weights, weights, rank, stage)
+        for trained, plain in zip(got, expected, strict=True):
+            assert_weights(trained.weights, plain.weights, rank, stage)
 
 
 def test_a_stand_in_for_a_schedule_needs_its_model() -> None:

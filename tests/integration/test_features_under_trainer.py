@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from tests.support.ranks import run_ranks  # noqa: E402
 
 from .flows import ADAMW, BASE, arguments, clean  # noqa: E402
 
-pytestmark = pytest.mark.lengthy
+pytestmark = [pytest.mark.lengthy, pytest.mark.usefixtures("clean_libraries")]
 
 ROWS, LENGTH = 24, 16
 CURRICULUM = {
@@ -51,13 +50,6 @@ ROUTING = {
     },
 }
 LENGTHS = [4, 8, 12, 16, 16, 16]  # of updates 1 to 6: 4 + 3 n, rounded down to a multiple of 4: 4 8 12 16
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    clean()
-    yield
-    clean()
 
 
 class Watched(Trainer):

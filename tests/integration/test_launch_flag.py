@@ -1,4 +1,4 @@
-"""`accelerate launch --use_hf_zero`: all flags and config fields for DeepSpeed reach the workers."""
+"""`accelerate launch --use_hf_zero`, or with accelerate's own flag: all flags and config fields reach the workers."""
 
 from __future__ import annotations
 
@@ -135,6 +135,16 @@ CASES = (
         ),
         more=("--use-hf-zero", "--cpu", "--num-processes=2", "--num_cpu_threads_per_process=3"),
         reports=(*OURS, *ON_CPU, ("threads", "3"), ("updates", 8)),
+    ),
+    Case(
+        "accelerate's flag for DeepSpeed",
+        (
+            Row("zero_stage", 2, "stage", 2),
+            Row("gradient_accumulation_steps", 2, "accumulation", 2),
+            Row("gradient_clipping", 0.5, "clipping", 0.5),
+        ),
+        more=("--use_deepspeed", "--num_processes=1", "--mixed_precision=no"),
+        reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", ENGINE), ("ranks", 1), ("updates", 8)),
     ),
     Case("nothing else at all", (), more=("--use_hf_zero",),
          reports=(*OURS, ("ranks", 1), ("stage", 2), ("accumulation", 1))),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,7 @@ from hf_zero.profiling import monitors  # noqa: E402
 
 from .flows import ADAMW, BASE, clean, trainer  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    clean()
-    yield
-    clean()
+pytestmark = pytest.mark.usefixtures("clean_libraries")
 
 
 def seen(folder: Path) -> dict[str, Any]:

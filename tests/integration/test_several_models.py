@@ -23,6 +23,7 @@ from tests.integration.flows import ADAMW, WARMUP_DECAY, accelerator, clean  # n
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import assert_same_weights  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("clean_libraries")
 STAGES = (0, 1, 2, 3)
 RANKS, STEPS, ROWS, ACTIONS = 2, 5, 6, 4
 TOLERANCE = 1e-5
@@ -198,11 +199,6 @@ def test_two_trained_and_two_forward_models(run: Callable[[int, int], list[Weigh
 
 
 # One Accelerator in this process
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> None:
-    clean()
 
 
 def two() -> tuple[Network, Network]:

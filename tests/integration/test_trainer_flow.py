@@ -29,12 +29,10 @@ pytestmark = [pytest.mark.usefixtures("fresh"), pytest.mark.lengthy]
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    clean()
+def fresh(clean_libraries: None) -> Iterator[None]:
     with heard() as said:
         yield
     assert not [line for line in said if "steps aside" in line]
-    clean()
 
 
 def refused(folder: Path, config: Any, **options: Any) -> str:
@@ -97,6 +95,23 @@ def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
         "but:  bf16 = false",
     ):
         assert words in message, words
+
+
+def test_a_contradiction_begins_with_the_words_of_transformers(tmp_path: Path) -> None:
+    """Users search for them."""
+    given = {**BASE, "gradient_accumulation_steps": 3, "gradient_clipping": 0.25, "bf16": {"enabled": "auto"}}
+    with pytest.raises(ConfigError) as caught:
+        arguments(tmp_path, given, gradient_accumulation_steps=2, max_grad_norm=1.0)
+    first, _, rest = str(caught.value).partition("\nhf_zero found in this config (2 problems):\n")
+    assert first.startswith("Please correct the following DeepSpeed config values that mismatch TrainingArguments")
+    assert "- ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=2" in first
+    assert caught.value.__suppress_context__  # one error, not "during handling of the above exception, another"
+    assert "1. gradient_accumulation_steps = 3" in rest and "but:  max_grad_norm = 1.0" in rest
+
+
+def test_what_only_hf_zero_finds_stands_alone(tmp_path: Path) -> None:
+    message = refused(tmp_path, {**BASE, "autotuning": {"enabled": True, "mp_size": 2}})
+    assert message.startswith("this config cannot be used (1 problem):")
 
 
 def test_unfilled_autos_train(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tests.integration.flows import accelerator, clean, heard  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import assert_same_weights  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("clean_libraries")
 STEPS = 4
 TOLERANCE = 1e-5
 
@@ -155,11 +156,6 @@ def test_a_script_trains_as_without_an_engine(stage: int, limits: dict[str, int]
 
 
 # One process
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> None:
-    clean()
 
 
 def prepared(**options: Any) -> tuple[Any, Any, Any]:
