@@ -245,9 +245,7 @@ def test_unused_parameters_can_be_made_an_error() -> None:
 
 
 def test_an_engine_without_optimizer_runs_forward_only() -> None:
-    settings = config()
-    del settings["optimizer"]
-    engine, optimizer, _, scheduler = initialize(model=AwkwardMLP(), config=settings)
+    engine, optimizer, _, scheduler = initialize(model=AwkwardMLP(), config=config(optimizer=None))
     assert optimizer is None and scheduler is None and engine.get_global_grad_norm() is None
     (batch,) = mlp_batches(1, ROWS)
     loss = engine(**batch)
@@ -272,9 +270,9 @@ def test_groups_and_schedulers_see_the_base_optimizers_own_objects() -> None:
     model = AwkwardMLP()
     base = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(base, step_size=1, gamma=0.5)
-    settings = config()
-    del settings["optimizer"]
-    engine, optimizer, _, returned = initialize(model=model, optimizer=base, lr_scheduler=scheduler, config=settings)
+    engine, optimizer, _, returned = initialize(
+        model=model, optimizer=base, lr_scheduler=scheduler, config=config(optimizer=None)
+    )
     assert returned is scheduler and optimizer.param_groups is base.param_groups and engine.basic_optimizer is base
     one_step(engine)
     assert engine.get_lr() == [0.05]
@@ -311,9 +309,7 @@ def test_a_step_hands_arguments_to_the_schedule() -> None:
     model = AwkwardMLP()
     base = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(base, patience=0, factor=0.5)
-    settings = config()
-    del settings["optimizer"]
-    engine = initialize(model=model, optimizer=base, lr_scheduler=schedule, config=settings)[0]
+    engine = initialize(model=model, optimizer=base, lr_scheduler=schedule, config=config(optimizer=None))[0]
     rates = []
     for metric in (1.0, 2.0, 3.0):
         (batch,) = mlp_batches(1, ROWS)
@@ -327,13 +323,11 @@ def test_an_optimizer_factory_gets_the_groups_that_were_given() -> None:
     """The factory got all parameters in one list, so every group silently trained at the same rate."""
     model = AwkwardMLP()
     groups = [{"params": model.head.parameters(), "lr": 0.0}, {"params": [model.scale], "lr": 0.5}]
-    settings = config()
-    del settings["optimizer"]
     engine = initialize(
         model=model,
         model_parameters=groups,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        config=settings,
+        config=config(optimizer=None),
     )[0]
     before = weights_of(engine)
     one_step(engine)
@@ -352,14 +346,12 @@ def test_a_group_that_is_added_later_is_refused(stage: int) -> None:
 
 
 def test_an_optimizer_factory_and_training_data() -> None:
-    settings = config()
-    del settings["optimizer"]
     data = [(torch.randn(3), index) for index in range(10)]
     engine, optimizer, loader, _ = initialize(
         model=AwkwardMLP(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
         training_data=data,
-        config={**settings, "dataloader_drop_last": True},
+        config=config(optimizer=None, dataloader_drop_last=True),
     )
     assert type(optimizer.optimizer) is torch.optim.SGD
     assert [len(labels) for _, labels in loader] == [4, 4]
@@ -367,15 +359,13 @@ def test_an_optimizer_factory_and_training_data() -> None:
 
 
 def test_used_optimizers_twice_listed_parameters_and_frozen_models_are_refused() -> None:
-    settings = config()
-    del settings["optimizer"]
     model = AwkwardMLP()
     used = torch.optim.AdamW(model.parameters())
     (batch,) = mlp_batches(1, ROWS)
     model(**batch).backward()
     used.step()
     with pytest.raises(RuntimeError, match="AdamW has already stepped"):
-        initialize(model=model, optimizer=used, config=settings)
+        initialize(model=model, optimizer=used, config=config(optimizer=None))
     twice = [{"params": [model.scale]}, {"params": [model.scale]}]
     with pytest.raises(ConfigError, match="appear in more than one parameter group"):
         initialize(model=model, model_parameters=twice, config=config())

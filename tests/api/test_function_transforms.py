@@ -13,15 +13,11 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
+from tests.support.beside_plain import PlainEngine
+from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each
 
-LIMITS = (
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-)
-NOTHING_STAYS: dict[str, Any] = {"stage": 3, **dict.fromkeys(LIMITS, 0)}
+STAGE_3: dict[str, Any] = {"stage": 3, **NOTHING_STAYS}
 
 
 class Net(nn.Module):
@@ -97,25 +93,19 @@ def run_use(rank: int, name: str, zero: dict[str, Any]) -> None:
     for is_plain in (True, False):
         net: Any = Net()
         found: list[Tensor] = []
-        plain = torch.optim.SGD(trained(net).values(), lr=0.1)
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": zero,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "gradient_clipping": 0.0,
         }
-        run = net if is_plain else initialize(model=net, config=config)[0]
+        plain = PlainEngine(net, torch.optim.SGD(trained(net).values(), lr=0.1))
+        run: Any = plain if is_plain else initialize(model=net, config=config)[0]
         for seed in range(2):
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
             found += torch.utils._pytree.tree_leaves(USES[name](net, x, run))
-            loss = run(x).square().mean()
-            if is_plain:
-                plain.zero_grad()
-                loss.backward()
-                plain.step()
-            else:
-                run.backward(loss)
-                run.step()
+            run.backward(run(x).square().mean())
+            run.step()
         with gathered(net):
             everything.append([value.detach().clone() for value in (*found, *net.parameters())])
     for expected, value in zip(*everything, strict=True):
@@ -125,7 +115,7 @@ def run_use(rank: int, name: str, zero: dict[str, Any]) -> None:
 def run_on_one_rank(rank: int) -> list[Tensor]:
     """Only rank 1 looks at its input's gradient."""
     net = Net()
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": NOTHING_STAYS, "optimizer": {"type": "SGD"}}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": STAGE_3, "optimizer": {"type": "SGD"}}
     engine = initialize(model=net, config=config)[0]
     x = torch.ones(4, 3)
     found = [with_respect_to_input(x, engine)[0]] if rank else [torch.zeros(4, 3)]
@@ -141,13 +131,11 @@ def test_other_gradients_beside_training_are_those_without_an_engine() -> None:
     engine reduced gradients that it took to be missing, as it does in its own backward, inside of torch.func's
     transform. `torch.autograd.grad` sent the same needless zeros. A first forward inside `hessian` failed with
     "please report a bug to PyTorch": the tensors of its gathers belonged to the transform, and outlived it."""
-    run_each(run_use, 2, [(name, NOTHING_STAYS) for name in USES])
+    run_each(run_use, 2, [(name, STAGE_3) for name in USES])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero", [{"stage": 1}, {"stage": 3}, {**NOTHING_STAYS, "offload_param": {"device": "cpu"}}], ids=str
-)
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, {**STAGE_3, "offload_param": {"device": "cpu"}}], ids=str)
 def test_other_gradients_at_other_settings(zero: dict[str, Any]) -> None:
     run_each(run_use, 2, [(name, zero) for name in USES])
 

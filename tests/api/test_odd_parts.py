@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,24 +14,39 @@ from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
 from hf_zero.api.zero_init import Init
 from hf_zero.params.hooked_modules import set_z3_leaf_modules
+from tests.support.beside_plain import PlainEngine
+from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each, run_ranks
-
-LIMITS = (
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-)
 
 
 def config_of(stage: int, **sections: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, **(dict.fromkeys(LIMITS, 0) if stage == 3 else {})},
+        "zero_optimization": {"stage": stage, **(NOTHING_STAYS if stage == 3 else {})},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0.0,
         **sections,
     }
+
+
+def engines_of(make: Callable[[], nn.Module], stage: int = 3) -> Iterator[Any]:
+    """The same model in plain PyTorch and with an engine."""
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        if is_plain:
+            yield PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            yield initialize(model=model, config=config_of(stage))[0]
+
+
+def trained(engine: Any) -> Tensor:
+    """All weights after a few updates."""
+    for seed in range(3):
+        engine.backward(engine(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().mean())
+        engine.step()
+    with gathered(engine.module):
+        return torch.cat([parameter.detach().reshape(-1) for parameter in engine.module.parameters()])
 
 
 class WithEmpty(nn.Module):
@@ -68,36 +84,23 @@ def test_empty_parameters_have_the_dtype_of_the_others() -> None:
     run_each(run_empty, 2, [*cases, (3, "bf16", True), (3, "fp16", False)])
 
 
-def run_late_hook(rank: int, stage: int) -> list[Any]:
-    """What hooks see, in each of two backward passes: norms of all parameters' gradients, and what plain ones see."""
+def run_late_hook(rank: int, stage: int) -> None:
+    """What hooks see in each of three backward passes: norms of all parameters' gradients."""
     found = []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        run = model if is_plain else initialize(model=model, config=config_of(stage))[0]
+    for engine in engines_of(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), stage):
         seen: list[tuple[str, float]] = []
 
         def see(name: str, parameter: nn.Parameter, seen: list[Any] = seen) -> None:
             assert parameter.grad is not None, f"{name} has no gradient any more"
             seen.append((name, round(float(parameter.grad.norm()), 5)))
 
-        for name, parameter in model.named_parameters():
+        for name, parameter in engine.module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: see(name, parameter))
-        for _ in range(2):
-            loss = run(torch.ones(4, 3)).square().mean()
-            if is_plain:
-                model.zero_grad()
-                loss.backward()
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-            else:
-                run.backward(loss)
-                run.step()
-        with gathered(model):
-            found.append((sorted(seen), [parameter.sum().item() for parameter in model.parameters()]))
+        weights = trained(engine)
+        found.append((sorted(seen), weights))
     (plainly, expected), (seen_by_hooks, weights) = found
     assert seen_by_hooks == plainly
-    assert weights == pytest.approx(expected, abs=1e-5)
-    return []
+    torch.testing.assert_close(weights, expected)
 
 
 def test_a_hook_that_is_registered_after_initialize_sees_the_gradient() -> None:
@@ -130,14 +133,7 @@ class Scripted(nn.Module):
 def run_scripted(rank: int) -> list[Tensor]:
     found = []
     for is_scripted in (False, True):
-        model = Scripted(is_scripted)
-        engine = initialize(model=model, config=config_of(3))[0]
-        for seed in range(3):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-            engine.backward(engine(x).square().mean())
-            engine.step()
-        with gathered(model):
-            found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+        found.append(trained(initialize(model=Scripted(is_scripted), config=config_of(3))[0]))
     with pytest.raises(ValueError, match=r"is a torch\.jit\.ScriptModule.* use torch\.compile, or stage 2"):
         initialize(model=torch.jit.script(nn.Linear(3, 3)), config=config_of(3))
     return found
@@ -150,26 +146,14 @@ def test_scripted_parts_train_like_others() -> None:
         torch.testing.assert_close(scripted, plain)
 
 
+def with_a_leaf() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Linear(3, 2))
+    set_z3_leaf_modules(model[0], [nn.Sequential])
+    return model
+
+
 def run_leaf(rank: int) -> list[Tensor]:
-    found = []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Linear(3, 2))
-        set_z3_leaf_modules(model[0], [nn.Sequential])
-        run = model if is_plain else initialize(model=model, config=config_of(3))[0]
-        plain = torch.optim.SGD(model.parameters(), lr=0.1) if is_plain else None
-        for seed in range(2):
-            loss = run(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().mean()
-            if plain is not None:
-                plain.zero_grad()
-                loss.backward()
-                plain.step()
-            else:
-                run.backward(loss)
-                run.step()
-        with gathered(model):
-            found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
-    return found
+    return [trained(engine) for engine in engines_of(with_a_leaf)]
 
 
 def test_a_leaf_module_may_get_inputs_without_gradient() -> None:

@@ -15,17 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters, gathered
+from tests.support.beside_plain import PlainEngine
+from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each, run_ranks
 
-NOTHING_STAYS = dict.fromkeys(
-    (
-        "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_prefetch_bucket_size",
-    ),
-    0,
-)
 OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -106,8 +99,8 @@ def trained(uses: Callable[[Tensor, Tensor], Tensor], place: str, stage: int | N
     net = Net()
     if place == "inside":
         net.inside = lambda hidden: term(net, uses, hidden)
-    plain = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01) if stage is None else None
-    engine = None if stage is None else engine_of(net, stage, **zero)
+    plain = PlainEngine(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01))
+    engine: Any = plain if stage is None else engine_of(net, stage, **zero)
     for seed in range(3):
         output = net(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)))
         loss = output.square().mean()
@@ -115,16 +108,10 @@ def trained(uses: Callable[[Tensor, Tensor], Tensor], place: str, stage: int | N
             loss = term(net, uses, output.detach()) + loss
         elif place == "after":
             loss = loss + term(net, uses, output)
-        if engine is not None:
-            engine.backward(loss)
-            engine.step()
-            if stage == 3:
-                assert all(parameter.hf_zero_shard.left is None for parameter in net.parameters()), "memory is kept"
-        else:
-            assert plain is not None
-            plain.zero_grad()
-            loss.backward()
-            plain.step()
+        engine.backward(loss)
+        engine.step()
+        if stage == 3:
+            assert all(parameter.hf_zero_shard.left is None for parameter in net.parameters()), "memory is kept"
     with gathered(net):
         return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 

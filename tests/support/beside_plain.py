@@ -33,6 +33,26 @@ class Layers(nn.Module):
         return loss
 
 
+class PlainEngine:
+    """An engine's interface over plain PyTorch, so that one loop trains both."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self._optimizer = model, optimizer
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
 def batch(step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 + step))
 
