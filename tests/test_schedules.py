@@ -18,12 +18,10 @@ from hf_zero.schedules import (
     LRRangeTest,
     OneCycle,
     ScheduleMark,
-    StepSchedule,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
     build_scheduler,
-    per_group,
 )
 from tests.config.deepspeed_answers import ask_deepspeed
 
@@ -424,34 +422,3 @@ def test_a_rate_in_a_tensor_stays_in_that_tensor(cls: Any) -> None:
     assert rate.item() == pytest.approx(schedule.get_last_lr()[0])
     mark.go_back()
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == before
-
-
-class Halving(StepSchedule):
-    """1, 1/2, 1/4 ..."""
-
-    def _rates_at_start(self) -> list[float]:
-        return [1.0]
-
-    def _rates(self, iteration: int) -> list[float]:
-        return [0.5**iteration]
-
-
-def test_what_all_schedules_share() -> None:
-    optimizer = sgd(0.1)
-    schedule = Halving(optimizer, -1)
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    schedule.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5 and schedule.state_dict() == {"last_batch_iteration": 1}
-    schedule.step(4)
-    assert schedule.get_last_lr() == [0.0625]
-    resumed = Halving(optimizer, 7)
-    assert optimizer.param_groups[0]["lr"] == 0.0625, "the rates come back with the optimizer"
-    with pytest.raises(AssertionError, match="need to call step"):
-        resumed.get_last_lr()
-
-
-def test_rates_are_one_for_all_groups_or_one_for_each() -> None:
-    assert per_group(1, 3, "warmup_min_lr") == [1.0, 1.0, 1.0] and per_group([1, 2], 2, "warmup_min_lr") == [1.0, 2.0]
-    with pytest.raises(ValueError, match="warmup_min_lr lists 2 rates for 3"):
-        per_group([1, 2], 3, "warmup_min_lr")

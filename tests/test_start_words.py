@@ -13,7 +13,7 @@ import torch
 
 import hf_zero
 from hf_zero.api.run_words import _lines, end
-from hf_zero.log import log_dist, logger, tracked
+from hf_zero.log import logger, tracked
 from hf_zero.offload.memory_estimate import amount
 from tests.support.ranks import run_ranks
 
@@ -104,13 +104,6 @@ def test_settings_in_vain_are_one_warning(as_under_trainer: pytest.LogCaptureFix
     assert "\n  - my_note: there is no such key at the top level; ignored" in warning
     assert "\n  - zero_optimization.offload_param: no effect at stage 2" in warning
     assert "contiguous_gradients" not in warning  # it is always so
-
-
-def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with caplog.at_level(logging.INFO, "hf_zero"):
-        log_dist("hello")
-    assert not caplog.records
 
 
 def test_who_wants_warnings_alone_gets_them_alone(as_under_trainer: pytest.LogCaptureFixture) -> None:

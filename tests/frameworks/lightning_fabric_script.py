@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CUDAAccelerator
@@ -20,16 +17,8 @@ from lightning_material import (
     loader,
     on_cpu,
     one_rank_per_node,
+    parse,
 )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stage", type=int, default=None, help="none: DDP")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--resume", type=Path, default=None)
-    return parser.parse_args()
 
 
 def fabric_for(stage: int | None) -> Fabric:

@@ -1,8 +1,10 @@
-"""The model of both Lightning scripts, and an accelerator that runs DeepSpeedStrategy's code without a GPU."""
+"""What both Lightning scripts share: arguments, model, and an accelerator with DeepSpeedStrategy's code and no GPU."""
 
 from __future__ import annotations
 
+import argparse
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 VOCABULARY, LENGTH, ROWS, BATCH = 61, 9, 32, 2
 LEARNING_RATE, EPS, CLIP = 5e-3, 1e-6, 0.5
 NOTHING_RESIDENT = {"stage3_param_persistence_threshold": 0}  # by default parameters of this size are not sharded
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, default=None, help="none: DDP")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--resume", type=Path, default=None)
+    return parser.parse_args()
 
 
 class Model(nn.Module):

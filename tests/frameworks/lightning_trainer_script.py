@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +10,17 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from lightning_material import CLIP, EPS, LEARNING_RATE, NOTHING_RESIDENT, Model, loader, on_cpu, one_rank_per_node
+from lightning_material import (
+    CLIP,
+    EPS,
+    LEARNING_RATE,
+    NOTHING_RESIDENT,
+    Model,
+    loader,
+    on_cpu,
+    one_rank_per_node,
+    parse,
+)
 
 ACCUMULATE = 2
 
@@ -46,15 +54,6 @@ class Module(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, eps=EPS)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stage", type=int, default=None, help="none: DDP")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--resume", type=Path, default=None)
-    return parser.parse_args()
 
 
 def ranks_for(stage: int | None) -> dict[str, Any]:

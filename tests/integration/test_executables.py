@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import zipfile
@@ -10,10 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
 
-import hf_zero
 from hf_zero.__main__ import main
 from hf_zero.launch import restore
 from tests.integration.sites import Site
@@ -100,12 +96,3 @@ def test_the_command_writes_beside_its_own_program(capsys: pytest.CaptureFixture
     with mock.patch.object(restore, "restore", lambda folder: iter([(str(folder), False)])):
         assert main(["commands"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "hf-zero").exists()
-
-
-def test_the_log_announces_the_engine_as_tools_look_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("hf_zero").propagate = True
-    with caplog.at_level(logging.INFO, logger="hf_zero"):
-        model = nn.Linear(1, 1)
-        hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config={"train_batch_size": 1})
-    (found,) = [record.message for record in caplog.records if "DeepSpeed info" in record.message]
-    assert "DeepSpeed info: version=0.19.8+hf.zero, git-hash=hf_zero, git-branch=hf_zero" in found

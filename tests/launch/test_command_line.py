@@ -11,7 +11,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -45,6 +48,29 @@ def run(folder: Path, *words: str, script: str = TELL, **variables: str) -> subp
 
 def told(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("told*"))]
+
+
+def hear_signals() -> None:
+    """Signals ignored by a run under nohup, or in the background of a script, are also ignored by its children."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def launching(
+    folder: Path, words: Sequence[str], script: str, ready: str, ranks: int, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher of which each rank has written a file that matches `ready`, or which has ended."""
+    (folder / "script.py").write_text(script)
+    command = [*LAUNCH, *words, "script.py"]
+    launcher = subprocess.Popen(command, cwd=folder, preexec_fn=hear_signals, text=True, **options)
+    try:
+        deadline = time.monotonic() + 200
+        while len(list(folder.glob(ready))) < ranks and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield launcher
+    finally:
+        launcher.kill()
 
 
 def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
@@ -152,18 +178,10 @@ except KeyboardInterrupt:
     print("saving what there is", file=sys.stderr)
     raise
 """
-    (tmp_path / "script.py").write_text(script)
-    command = [*LAUNCH, "--num_gpus", "3", "script.py"]
-    launcher = subprocess.Popen(command, cwd=tmp_path, preexec_fn=hear_signals, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("ready*"))) < 3 and launcher.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with launching(tmp_path, ["--num_gpus", "3"], script, "ready?", 3, stderr=subprocess.PIPE) as launcher:
         time.sleep(0.2)  # the ranks are within `try`
         launcher.send_signal(signal.SIGINT)
         _, said = launcher.communicate(timeout=200)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 128 + signal.SIGINT
     assert said.splitlines()[-4:] == [
         *["saving what there is"] * 3,
@@ -216,12 +234,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert "rank 1 on localhost failed first (killed by SIGKILL), without output." in done.stderr
 
 
-def hear_signals() -> None:
-    """Signals ignored by a run under nohup, or in the background of a script, are also ignored by its children."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     """The launcher forwards them.
@@ -239,16 +251,9 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 pathlib.Path("ready" + os.environ["RANK"]).touch()
 time.sleep(600)
 """
-    (tmp_path / "script.py").write_text(script)
-    launcher = subprocess.Popen([*LAUNCH, "--num_gpus", "2", "script.py"], cwd=tmp_path, preexec_fn=hear_signals)
-    try:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("ready*"))) < 2 and launcher.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with launching(tmp_path, ["--num_gpus", "2"], script, "ready?", 2) as launcher:
         launcher.send_signal(number)
         assert launcher.wait(timeout=200) == 128 + number
-    finally:
-        launcher.kill()
     assert [(tmp_path / f"heard{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
 
 
@@ -292,20 +297,12 @@ def test_nothing_outlives_the_launcher(tmp_path: Path, number: signal.Signals, b
     """The launcher was killed (by the OOM killer, or `kill -9`), and its ranks went on and kept their GPUs' memory:
     nothing can forward SIGKILL."""
     words, path = with_mpirun(tmp_path) if by == "mpirun" else (["--num_gpus", "2"], os.environ["PATH"])
-    (tmp_path / "script.py").write_text(_LEAVES_A_CHILD)
-    launcher = subprocess.Popen(
-        [*LAUNCH, *words, "script.py"], cwd=tmp_path, preexec_fn=hear_signals, env={**os.environ, "PATH": path}
-    )
-    try:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("pids?"))) < 2 and launcher.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    environment = {**os.environ, "PATH": path}
+    with launching(tmp_path, words, _LEAVES_A_CHILD, "pids?", 2, env=environment) as launcher:
         pids = [int(pid) for path in tmp_path.glob("pids?") for pid in path.read_text().split()]
         started = [psutil.Process(pid) for pid in pids]
         launcher.send_signal(number)
         assert launcher.wait(timeout=200) == (-number if number == signal.SIGKILL else 128 + number)
-    finally:
-        launcher.kill()
     assert len(started) == 4
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []

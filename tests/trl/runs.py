@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load
 
@@ -35,6 +37,17 @@ ADAPTERS: dict[str, dict[str, object]] = {
 
 GENERATING: dict[str, object] = {"num_generations": 4, "max_completion_length": 12, "max_steps": 3, "save_steps": 3}
 WAYS = {"save_steps": "checkpoint-*", "save_model": "saved", "save_pretrained": "pretrained"}
+
+
+def on_every_stage(names: Iterable[str], quick: str) -> list[Any]:
+    """(stage, name) of all; only `quick` at stage 3 is not slow."""
+    return [
+        pytest.param(
+            stage, name, marks=[] if (stage, name) == (3, quick) else [pytest.mark.slow], id=f"stage{stage}-{name}"
+        )
+        for stage in STAGES
+        for name in names
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.reference import assert_same_numbers
 from tests.support.requirements import requires
-from tests.trl.runs import STAGES, TOLERANCE, Run, assert_same_training, run, without_engine
+from tests.trl.runs import TOLERANCE, Run, assert_same_training, on_every_stage, run, without_engine
 
 pytestmark = requires(modules=("trl", "peft"))
 REFERENCES: dict[str, tuple[str, dict[str, object]]] = {
@@ -20,17 +20,9 @@ REFERENCES: dict[str, tuple[str, dict[str, object]]] = {
     "copy_of_the_adapter": ("lora", {"wrap_first": True}),
     "following_reference": ("full", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
 }
-QUICK = {(3, "reference_model")}
 
 
-def _marked(stage: int, reference: str) -> object:
-    marks = [] if (stage, reference) in QUICK else [pytest.mark.slow]
-    return pytest.param(stage, reference, marks=marks, id=f"stage{stage}-{reference}")
-
-
-@pytest.mark.parametrize(
-    ("stage", "reference"), [_marked(stage, reference) for stage in STAGES for reference in REFERENCES]
-)
+@pytest.mark.parametrize(("stage", "reference"), on_every_stage(REFERENCES, quick="reference_model"))
 def test_same_as_plain_pytorch(stage: int, reference: str, tmp_path: Path) -> None:
     adapter, options = REFERENCES[reference]
     case = Run(method="dpo", adapter=adapter, stage=stage, options=options)

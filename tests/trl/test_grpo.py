@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.requirements import requires
-from tests.trl.runs import STAGES, Run, assert_same_training, run, without_engine
+from tests.trl.runs import STAGES, Run, assert_same_training, on_every_stage, run, without_engine
 
 pytestmark = requires(modules=("trl", "peft"))
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
@@ -21,15 +21,9 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "no_gathering": ("full", {"ds3_gather_for_generation": False}),
 }
-QUICK = {(3, "reference")}
 
 
-def _marked(stage: int, recipe: str) -> object:
-    marks = [] if (stage, recipe) in QUICK else [pytest.mark.slow]
-    return pytest.param(stage, recipe, marks=marks, id=f"stage{stage}-{recipe}")
-
-
-@pytest.mark.parametrize(("stage", "recipe"), [_marked(stage, recipe) for stage in STAGES for recipe in RECIPES])
+@pytest.mark.parametrize(("stage", "recipe"), on_every_stage(RECIPES, quick="reference"))
 def test_same_as_plain_pytorch(stage: int, recipe: str, tmp_path: Path) -> None:
     """Ranks whose completions end at different lengths hung at stage 3: one waited in a gather forever."""
     adapter, options = RECIPES[recipe]

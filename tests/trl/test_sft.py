@@ -7,18 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.requirements import requires
-from tests.trl.runs import ADAPTERS, STAGES, Run, assert_same_training, run, without_engine
+from tests.trl.runs import ADAPTERS, STAGES, Run, assert_same_training, on_every_stage, run, without_engine
 
 pytestmark = requires(modules=("trl", "peft"))
-QUICK = {(3, "lora")}
 
 
-def _marked(stage: int, adapter: str) -> object:
-    marks = [] if (stage, adapter) in QUICK else [pytest.mark.slow]
-    return pytest.param(stage, adapter, marks=marks, id=f"stage{stage}-{adapter}")
-
-
-@pytest.mark.parametrize(("stage", "adapter"), [_marked(stage, adapter) for stage in STAGES for adapter in ADAPTERS])
+@pytest.mark.parametrize(("stage", "adapter"), on_every_stage(ADAPTERS, quick="lora"))
 def test_same_as_plain_pytorch(stage: int, adapter: str, tmp_path: Path) -> None:
     case = Run(adapter=adapter, stage=stage)
     assert_same_training(run(case, tmp_path), without_engine(case))
