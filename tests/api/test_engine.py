@@ -116,13 +116,13 @@ def test_a_plain_loss_backward_is_noticed_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights_of(engine).values(), weights_of(plain).values(), strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_step_after_local_backwards_only_reduces_them_first(stage: int) -> None:
+def test_a_step_after_local_backwards_only_reduces_them_first() -> None:
     """Setting the boundary after the last backward gives the same step, not one from a stale buffer."""
-    expected, late = zip(*run_ranks(run_boundary_after_backward, 2, stage), strict=True)
-    for norms in (expected, late):
-        assert norms[0] == norms[1]
-    assert late[0] == pytest.approx(expected[0], rel=1e-6)
+    for stage, ranks in enumerate(run_each(run_boundary_after_backward, 2, [(0,), (1,), (2,)])):
+        expected, late = zip(*ranks, strict=True)
+        for norms in (expected, late):
+            assert norms[0] == norms[1], stage
+        assert late[0] == pytest.approx(expected[0], rel=1e-6), stage
 
 
 def run_boundary_after_backward(rank: int, stage: int) -> tuple[list[float | None], list[float | None]]:
@@ -154,14 +154,13 @@ def test_zero_grad_drops_what_was_accumulated() -> None:
     assert engine.get_global_grad_norm() == 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(stage: int, bf16: bool) -> None:
-    for skipped, unchanged, rates, steps in run_ranks(run_nonfinite, 2, stage, bf16):
-        assert skipped == [False, True, False]
-        assert unchanged == [False, True, False]
-        assert rates[1] == rates[0] and rates[2] != rates[1], "the schedule advances with applied updates only"
-        assert steps == (3, 1)
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
+    cases = [(stage, bf16) for stage in (0, 1, 2) for bf16 in (False, True)]
+    for case, ranks in zip(cases, run_each(run_nonfinite, 2, cases), strict=True):
+        for skipped, unchanged, rates, steps in ranks:
+            assert skipped == unchanged == [False, True, False], case
+            assert rates[1] == rates[0] and rates[2] != rates[1], "the schedule advances with applied updates only"
+            assert steps == (3, 1), case
 
 
 def run_nonfinite(rank: int, stage: int, bf16: bool) -> tuple[list[bool], list[bool], list[float], tuple[int, int]]:
@@ -538,16 +537,14 @@ def run_accumulation_dtype(rank: int, stage: int, dtype: str) -> torch.Tensor:
     return torch.stack([master.detach().sum() for master in masters]).sum()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_accumulation_in_fp32_keeps_what_bf16_rounds_away(stage: int) -> None:
+def test_accumulation_in_fp32_keeps_what_bf16_rounds_away() -> None:
     """The sum is 1 + 63/512; bf16 accumulation loses every single 1/512."""
-    exact = -(1 + 63 / 512)
-    wide = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "fp32"))
-    lp_param = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "bf16"))
-    copies = 2 if stage == 0 else 1  # at stage 0 both ranks hold the whole master
     # The sum is communicated in bf16, which keeps eight bits.
-    assert wide / copies == pytest.approx(exact, rel=2**-8)
-    assert lp_param / copies == -1.0
+    expected = {"fp32": pytest.approx(-(1 + 63 / 512), rel=2**-8), "bf16": -1.0}
+    cases = [(stage, dtype) for stage in (0, 1, 2) for dtype in expected]
+    for (stage, dtype), parts in zip(cases, run_each(run_accumulation_dtype, 2, cases), strict=True):
+        copies = 2 if stage == 0 else 1  # at stage 0 both ranks hold the whole master
+        assert float(sum(parts)) / copies == expected[dtype], (stage, dtype)
 
 
 def test_parameters_that_are_unfrozen_later_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.api.gathered_parameters import load_whole
-from tests.api.test_outside_forward import Net, both_limits, engine_of, step
-from tests.support.ranks import run_ranks
+from tests.api.test_outside_forward import BOTH, Net, engine_of, step
+from tests.support.ranks import run_each, run_ranks
 
 
 def other_weights() -> dict[str, Tensor]:
@@ -28,10 +28,8 @@ def _loads(rank: int, limits: dict[str, int], stage: int) -> None:
         assert 0.0 < (moved[name] - value).abs().max() < 0.2, name
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@both_limits
-def test_every_rank_takes_its_part_and_masters_follow(limits: dict[str, int], stage: int) -> None:
-    run_ranks(_loads, 2, limits, stage)
+def test_every_rank_takes_its_part_and_masters_follow() -> None:
+    run_each(_loads, 2, [({}, 1), *((limits, 3) for limits in BOTH)])
 
 
 def _refuses(rank: int) -> None:

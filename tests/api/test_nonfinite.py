@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,23 +10,14 @@ import torch
 from hf_zero.device.runtime import Runtime
 from tests.checkpoint.training import new_engine, train
 from tests.support.late import use
+from tests.support.messages import heard
 from tests.support.ranks import run_ranks
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def run_with_nan(rank: int, stage: int, kind: str) -> tuple[list[str], int]:
     """Rank 1 produces NaN from the second update on; returns its messages and the number of remaining hooks."""
     engine = new_engine(stage, 2, bf16={"enabled": True})
-    messages, is_ill = Messages(), False
-    logging.getLogger("hf_zero").addHandler(messages)
+    is_ill = False
     middle = next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
 
     def spoil(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
@@ -39,16 +29,16 @@ def run_with_nan(rank: int, stage: int, kind: str) -> tuple[list[str], int]:
         return result
 
     middle.register_forward_hook(spoil)
-    train(engine, rank, 2, range(1))
-    is_ill = rank == 1
-    train(engine, rank, 2, range(1, 4))
-    is_ill = False
-    train(engine, rank, 2, range(4, 20))
+    with heard() as said:
+        train(engine, rank, 2, range(1))
+        is_ill = rank == 1
+        train(engine, rank, 2, range(1, 4))
+        is_ill = False
+        train(engine, rank, 2, range(4, 20))
     assert engine.gradients.watch is not None
     num_hooks = len(engine.gradients.watch._hooks)
-    logging.getLogger("hf_zero").removeHandler(messages)
     engine.destroy()
-    return messages.texts, num_hooks
+    return said, num_hooks
 
 
 SKIPPED = "step 2 skipped on all ranks: the gradient norm is nan; the first gradients in backward that are not finite"

@@ -24,7 +24,6 @@ from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each, run_ranks
 
 BOTH: list[dict[str, int]] = [NOTHING_STAYS, {}]
-both_limits = pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 
 
 class Net(nn.Module):

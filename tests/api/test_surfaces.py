@@ -18,10 +18,11 @@ from hf_zero.integration.engine.instead import ENGINE, OPTIMIZER
 from hf_zero.integration.engine.optimizer import DeepSpeedOptimizer
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.step.optimizer import ZeroOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = (0, 1, 2, 3)
+ON_STAGES = [(stage,) for stage in STAGES]
 
 
 def new_model() -> nn.Module:
@@ -105,12 +106,11 @@ def run_views(rank: int, stage: int) -> dict[str, Any]:
     return {"first": before, "numel": sum(master.numel() for master in masters)}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_views_and_shortcuts_show_what_the_engine_trains(stage: int) -> None:
-    first, second = run_ranks(run_views, 2, stage)
-    assert all(torch.equal(first["first"][name], second["first"][name]) for name in first["first"])
+def test_views_and_shortcuts_show_what_the_engine_trains() -> None:
     parameters = sum(p.numel() for p in new_model().parameters())
-    assert first["numel"] + second["numel"] >= (2 if stage == 0 else 1) * parameters
+    for stage, (first, second) in zip(STAGES, run_each(run_views, 2, ON_STAGES), strict=True):
+        assert all(torch.equal(first["first"][name], second["first"][name]) for name in first["first"]), stage
+        assert first["numel"] + second["numel"] >= (2 if stage == 0 else 1) * parameters, stage
 
 
 class Counting(nn.Module):
@@ -150,11 +150,10 @@ def run_state_dicts(rank: int, stage: int) -> None:
     engine.load_module_state_dict({"module": whole}, z3_params_to_fetch=bias, allowed_missing_keys={"2.bias"})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_dicts_take_the_arguments_of_deepspeed(stage: int) -> None:
+def test_state_dicts_take_the_arguments_of_deepspeed() -> None:
     """Three of `module_state_dict` and two of `load_module_state_dict` were a TypeError; at stage 3 states of modules'
     own were left out."""
-    run_ranks(run_state_dicts, 2, stage)
+    run_each(run_state_dicts, 2, ON_STAGES[2:])
 
 
 def test_compile_takes_the_arguments_of_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,9 +198,8 @@ def run_weights(rank: int, stage: int) -> list[float]:
     return engine.module_state_dict()["0.bias"].tolist()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_weights_can_be_loaded_into_a_live_engine(stage: int) -> None:
-    assert run_ranks(run_weights, 2, stage) == [[0.0] * 7] * 2
+def test_whole_weights_can_be_loaded_into_a_live_engine() -> None:
+    assert run_each(run_weights, 2, ON_STAGES) == [[[0.0] * 7] * 2] * len(STAGES)
 
 
 def run_cache(rank: int) -> list[bool]:
@@ -240,9 +238,9 @@ def run_files(rank: int, folder: str, stage: int) -> list[bool]:
     return [Path(path).is_file() for path in paths]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_tools_find_the_files_of_a_checkpoint(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(run_files, 2, str(tmp_path), stage) == [[True, True]] * 2
+def test_tools_find_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    cases = [(str(tmp_path / str(stage)), stage) for stage in (1, 3)]
+    assert run_each(run_files, 2, cases) == [[[True, True]] * 2] * 2
 
 
 def test_an_engine_answers_questions_about_its_config() -> None:

@@ -31,19 +31,6 @@ class ScriptArguments:
     fail_on_rank: int = field(default=-1, metadata={"help": "raise in this rank's third forward pass"})
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of tokens, in the order of the file."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
 class InOrder(Trainer):
     """Trains on the rows in the order of the file (not every version of transformers has an argument for it)."""
 
@@ -61,8 +48,8 @@ def main(words: Sequence[str]) -> None:
 
 def run(script: ScriptArguments, training: TrainingArguments) -> None:
     """Trains, optionally evaluates, saves the model, and writes the results beside it."""
-    rows = Rows(json.loads(Path(script.data).read_text()))
-    few = Rows(rows.rows[:EVALUATED])
+    rows = json.loads(Path(script.data).read_text())
+    few = rows[:EVALUATED]
     model = AutoModelForCausalLM.from_pretrained(script.model)
     if int(os.environ.get("RANK", "0")) == script.fail_on_rank:
         fail_in_third_forward(model)

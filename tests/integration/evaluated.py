@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from tests.tensor.training import VOCABULARY, Batch, model_of
@@ -26,17 +26,6 @@ def samples(number: int) -> list[Batch]:
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
         made.append({"input_ids": ids, "labels": ids.clone()})
     return made
-
-
-class Rows(Dataset[Batch]):
-    def __init__(self, rows: list[Batch]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.rows[index]
 
 
 class Stream(IterableDataset[Batch]):
@@ -118,7 +107,7 @@ def by_trainer(rows: list[Batch], folder: Path, config: dict[str, Any], **more: 
         **more,
     )  # fmt: skip
     return Trainer(
-        model, arguments, train_dataset=Rows(rows), eval_dataset=Rows(rows), data_collator=padded,
+        model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=padded,
         compute_metrics=counted,
     )  # fmt: skip
 
@@ -150,4 +139,4 @@ def accelerated(rows: list[Batch], config: dict[str, Any], **more: Any) -> tuple
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **more)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = accelerator.prepare(model, optimizer)
-    return accelerator, model.eval(), accelerator.prepare(DataLoader(Rows(rows), BATCH, collate_fn=padded))
+    return accelerator, model.eval(), accelerator.prepare(DataLoader(rows, BATCH, collate_fn=padded))

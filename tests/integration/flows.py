@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +74,3 @@ def accelerator(config: Any, **options: Any) -> Accelerator:
 def loader(batch_size: int | None = 2) -> Any:
     """Batches of eight ones."""
     return torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=batch_size)
-
-
-@contextmanager
-def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]:
-    """Collects the messages of hf_zero's logger, and its records if a list for them is given."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-            if records is not None:
-                records.append(record)
-
-    logger, ear = logging.getLogger("hf_zero"), Ear()
-    logger.addHandler(ear)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(ear)

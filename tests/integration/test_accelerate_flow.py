@@ -17,8 +17,9 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero import ConfigError, DummyOptim, DummyScheduler  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 
-from .flows import ADAMW, WARMUP_DECAY, accelerator, heard, loader, one_step, write  # noqa: E402
+from .flows import ADAMW, WARMUP_DECAY, accelerator, loader, one_step, write  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -136,7 +137,7 @@ def test_a_timeout_reaches_what_is_already_connected() -> None:
 
 def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    while known_groups._state(ended.pid) != "Z":  # not reaped yet, as under a launcher
+    while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:  # not reaped yet, as under a launcher
         time.sleep(0.01)
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
@@ -165,7 +166,7 @@ def test_a_rank_that_is_stopped_is_named() -> None:
     """After SIGSTOP, or in a debugger, its process exists and its connections are open."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stopped:
         os.kill(stopped.pid, signal.SIGSTOP)
-        while known_groups._state(stopped.pid) != "T":
+        while psutil.Process(stopped.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         here = _Process(1, "this-one", _place(), stopped.pid)
         alive = _Process(2, "this-one", _place(), os.getpid())

@@ -17,7 +17,6 @@ from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from tests.integration.evaluated import (
     BATCH,
     Batch,
-    Rows,
     Stream,
     accelerated,
     by_trainer,
@@ -41,7 +40,7 @@ def _under_trainer(folder: Path, config: dict[str, Any], data_ranks: int, number
     rows = samples(number)
     plain = in_one_process(rows, data_ranks, by_tokens="parallelism_config" not in more)
     trainer = by_trainer(rows, folder, config, **more)
-    found = {"rows": difference(of_trainer(trainer, Rows(rows)), plain)}
+    found = {"rows": difference(of_trainer(trainer, rows), plain)}
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     found["evaluate"] = difference(metrics, plain)
     trainer.data_collator = functools.partial(padded, length=9)  # rank 0 splits batches that can be concatenated
@@ -102,7 +101,7 @@ def _before_the_model(rows: list[Batch]) -> None:
     """A loader is prepared before the model, as for evaluation only, or skips its first batches."""
     accelerator, model, _ = accelerated(rows, config_of(**TENSOR))
     del accelerator.state.ds_device_mesh
-    loader = accelerator.prepare_data_loader(DataLoader(Rows(rows), BATCH, collate_fn=padded))
+    loader = accelerator.prepare_data_loader(DataLoader(rows, BATCH, collate_fn=padded))
     found = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]) for batch in loader]
     assert torch.cat(found).tolist() == [int(row["input_ids"][0]) for row in rows]
     stream = DataLoader(Stream(rows), BATCH, collate_fn=functools.partial(padded, length=9))  # type: ignore[arg-type]
@@ -156,7 +155,7 @@ def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(train_micro_batch_size_per_gpu=BATCH))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **shared)
     model = model_of("llama")
-    loader = DataLoader(Rows(samples(8)), BATCH, collate_fn=padded)  # type: ignore[arg-type]
+    loader = DataLoader(samples(8), BATCH, collate_fn=padded)  # type: ignore[arg-type]
     model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     part = next(iter(loader))
     trained = model(**part).loss
@@ -191,8 +190,8 @@ def _generating(rank: int, folder: str) -> list[list[int]]:
     )  # fmt: skip
     model = model_of("llama")
     model.config.pad_token_id = 0
-    trainer = Seq2SeqTrainer(model, arguments, train_dataset=Rows(_equal()), data_collator=padded)
-    found: Tensor = torch.as_tensor(trainer.predict(Rows(_equal())).predictions)  # type: ignore[arg-type]
+    trainer = Seq2SeqTrainer(model, arguments, train_dataset=_equal(), data_collator=padded)
+    found: Tensor = torch.as_tensor(trainer.predict(_equal()).predictions)  # type: ignore[arg-type]
     return [row.tolist() for row in found]
 
 

@@ -21,8 +21,9 @@ hf_zero.install()
 from hf_zero.integration.huggingface.late_numbers import filtered  # noqa: E402
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, late_norm  # noqa: E402  # noqa: E402
 from tests.support.late import Late, use  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 
-from .flows import BASE, clean, heard, trainer  # noqa: E402
+from .flows import BASE, clean, trainer  # noqa: E402
 
 pytestmark = pytest.mark.lengthy
 

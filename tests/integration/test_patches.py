@@ -22,8 +22,8 @@ from hf_zero.integration.patches import MARK, Patch, Patches, patch, patches_of 
 from hf_zero.integration.patches.transformers import NOTED, around_save_pretrained  # noqa: E402
 from hf_zero.integration.patches.transformers_integrations_deepspeed import around_loading  # noqa: E402
 from hf_zero.params.store import HANDLE  # noqa: E402
-from tests.integration.flows import heard  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 
 ALL = [one for module in sorted(startup.PATCHED) for one in patches_of(module)]
 

@@ -18,8 +18,9 @@ hf_zero.install()
 
 from hf_zero import ConfigError  # noqa: E402
 from hf_zero.config import ConfigDict, resolve  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 
-from .flows import BASE, accelerator, heard, write  # noqa: E402
+from .flows import BASE, accelerator, write  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -21,9 +21,10 @@ from transformers import Trainer  # noqa: E402
 
 from hf_zero import ConfigError  # noqa: E402
 from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
-from .flows import ADAMW, BASE, WARMUP_DECAY, arguments, clean, heard, trainer, write  # noqa: E402
+from .flows import ADAMW, BASE, WARMUP_DECAY, arguments, clean, trainer, write  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("fresh"), pytest.mark.lengthy]
 

@@ -29,7 +29,8 @@ from tests.api.test_several_engines import (  # noqa: E402
     noise,
     optimizer,
 )
-from tests.integration.flows import accelerator, clean, heard  # noqa: E402
+from tests.integration.flows import accelerator, clean  # noqa: E402
+from tests.support.messages import heard  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import assert_same_weights  # noqa: E402
 

@@ -1,0 +1,26 @@
+"""Messages of hf_zero's logger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]:
+    """Collects the messages of hf_zero's logger, and its records if a list for them is given."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if records is not None:
+                records.append(record)
+
+    logger, ear = logging.getLogger("hf_zero"), Ear()
+    logger.addHandler(ear)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(ear)
