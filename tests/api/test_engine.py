@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import math
 import pickle
 import weakref
@@ -373,8 +374,9 @@ def test_used_optimizers_twice_listed_parameters_and_frozen_models_are_refused()
 
 
 def test_arguments_are_checked_before_anything_happens() -> None:
-    with pytest.raises(ValueError, match="needs model="):
+    with pytest.raises(ValueError, match="needs model=") as caught:
         initialize(config=config())
+    assert isinstance(caught.value, AssertionError), "as DeepSpeed has it"
     with pytest.raises(ConfigError, match="no config was given"):
         initialize(model=AwkwardMLP())
     with pytest.raises(NotImplementedError, match="object has neither get_sequence_parallel_group"):
@@ -389,6 +391,45 @@ def test_a_folder_without_a_checkpoint_loads_nothing(tmp_path: Any) -> None:
     engine = new_engine()
     assert engine.load_checkpoint(str(tmp_path)) == (None, None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["", None, 3])
+def test_a_checkpoint_needs_a_folder_with_a_name(folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save_checkpoint("")` wrote into the working directory; `save_checkpoint(None)` raised a TypeError of pathlib."""
+    monkeypatch.chdir(tmp_path)
+    engine = new_engine(zero_optimization={"stage": 1})
+    with pytest.raises(AssertionError, match=r"save_checkpoint\(save_dir=.*\): give a folder"):
+        engine.save_checkpoint(folder)
+    with pytest.raises(ValueError, match=r"load_checkpoint\(load_dir=.*\): give a folder"):
+        engine.load_checkpoint(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adafactor_alone_on_its_rank_is_saved_whatever_the_stage(stage: int, tmp_path: Any) -> None:
+    """One rank trained with Adafactor at stages 2 and 3, but its first save failed, after the training was done."""
+
+    def build() -> ZeroEngine:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+        return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def update(engine: ZeroEngine) -> None:
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+
+    engine = build()
+    for _ in range(2):
+        update(engine)
+    engine.save_checkpoint(tmp_path)
+    update(engine)
+    resumed = build()
+    assert resumed.load_checkpoint(tmp_path)[0] is not None
+    update(resumed)
+    for ours, theirs in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_batch_sizes_can_change_while_running() -> None:
@@ -477,6 +518,25 @@ def test_an_engine_and_its_optimizer_are_not_copied(stage: int) -> None:
                 how(thing)
     one_step(engine)
     one_step(new_engine(zero_optimization={"stage": stage}))
+
+
+def run_asserted(rank: int, folder: str) -> list[str]:
+    engine, found = new_engine(zero_optimization={"stage": 1}, checkpoint={"tag_validation": "Fail"}), []
+    (batch,) = mlp_batches(1, ROWS)
+    engine.backward(engine(**batch))
+    for call in (lambda: engine.step(), lambda: engine.save_checkpoint(folder, tag=f"of-{rank}")):
+        with pytest.raises(AssertionError) as caught, engine.no_sync():
+            call()
+        found.append(str(caught.value).partition(":")[0])
+    return found
+
+
+def test_what_deepspeed_asserts_can_be_caught_as_assertions(tmp_path: Any) -> None:
+    """Callers expect an AssertionError for a step inside no_sync, for different tags, and for a missing model. hf_zero
+    raised RuntimeError and ValueError; the errors are now both.
+    """
+    words = ["step() inside no_sync()", "save_checkpoint(tag=...)"]
+    assert run_ranks(run_asserted, 2, str(tmp_path)) == [words, words]
 
 
 def run_different_models(rank: int) -> None:
@@ -572,3 +632,12 @@ def test_an_optimizer_of_another_model_is_named(caplog: pytest.LogCaptureFixture
     caplog.clear()
     initialize(model=frozen, optimizer=torch.optim.SGD([prompt], lr=1), config={"train_micro_batch_size_per_gpu": ROWS})
     assert "has none" not in caplog.text
+
+
+def test_parameters_offloaded_below_stage_3_stop_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    """accelerate's questionnaire offers `offload_param` from stage 2 on, but a run with it raised an error."""
+    logging.getLogger("hf_zero").propagate = True
+    with caplog.at_level(logging.INFO, logger="hf_zero"):
+        engine = new_engine(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
+    assert "zero_optimization.offload_param: no effect at stage 2" in caplog.text
+    assert engine.zero_offload_param().device == "cpu" and engine.settings.resolved.zero.offload_param is None

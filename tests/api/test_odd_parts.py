@@ -1,4 +1,4 @@
-"""Odd parts of a model: empty parameters, hooks that the user registers late, modules of torch.jit."""
+"""Odd parts of a model: empty parameters, late hooks of the user, modules of torch.jit, leaf modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
 from hf_zero.api.zero_init import Init
-from hf_zero.params.hooked_modules import set_z3_leaf_modules
+from hf_zero.params.hooked_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from tests.support.beside_plain import PlainEngine
 from tests.support.limits import NOTHING_STAYS
 from tests.support.ranks import run_each, run_ranks
@@ -161,3 +166,15 @@ def test_a_leaf_module_may_get_inputs_without_gradient() -> None:
     requires a gradient from the module's inputs, and fail in forward if there is none."""
     for plain, leaf in run_ranks(run_leaf, 2):
         torch.testing.assert_close(leaf, plain)
+
+
+def test_leaf_modules_by_name_say_what_is_missing() -> None:
+    """DeepSpeed returns (modules, names without a module), and callers unpack it; hf_zero returned a list."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
+    assert set_z3_leaf_modules_by_name(model, ["0", "9"], raise_if_not_found=False) == ([model[0]], ["9"])
+    assert set_z3_leaf_modules_by_suffix(model, [".1", ".0"]) == ([model[1][1], model[1][0]], [])
+    assert get_z3_leaf_modules(model) == [model[0], model[1][0], model[1][1]]
+    assert set_z3_leaf_modules_by_suffix(model, [".1"], flag=False) == ([model[1][1]], [])
+    assert get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    with pytest.raises(ValueError, match=r"\['x'\] match no module"):
+        set_z3_leaf_modules_by_name(model, ["1", "x"])

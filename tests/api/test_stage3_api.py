@@ -247,6 +247,56 @@ def test_full_views_of_weight_gradient_and_state() -> None:
         assert torch.equal(written, torch.arange(21.0).view(3, 7))
 
 
+def run_unreduced(rank: int, stage: int) -> list[list[float]]:
+    engine = initialize(model=nn.Linear(3, 2), config=config(stage, gradient_accumulation_steps=2))[0]
+    weight, x = engine.module.weight, torch.full((2, 3), rank + 1.0)
+    with engine.no_sync():
+        engine.backward(engine(x).sum())
+        own = parameter_access.safe_get_full_grad(weight)
+        assert own is not None
+        parameter_access.safe_set_full_grad(weight, 3 * own)
+        changed = parameter_access.safe_get_full_grad(weight)
+    engine.micro_steps += 1
+    engine.backward(engine(x).sum())
+    reduced = parameter_access.safe_get_full_grad(weight)
+    engine.step()
+    assert parameter_access.safe_get_full_grad(weight) is None
+    with pytest.raises(RuntimeError, match="has no gradient to overwrite"):
+        parameter_access.safe_set_full_grad(weight, own)
+    assert own is not None and changed is not None, (own, changed)
+    assert reduced is not None
+    return [found[0].tolist() for found in (own, changed, reduced)]
+
+
+def test_gradients_that_are_not_reduced_yet_can_be_read() -> None:
+    """`safe_get_full_grad` was None inside `no_sync` at stages 0 and 1, where each rank has its own gradient."""
+    for ranks in run_each(run_unreduced, 2, [(0,), (1,)]):
+        for rank, (own, changed, reduced) in enumerate(ranks):
+            # Two rows of value rank + 1, halved by the two accumulation steps.
+            assert own == [rank + 1.0] * 3 and changed == [3 * (rank + 1.0)] * 3
+            assert reduced == [(4 * 1.0 + 4 * 2.0) / 2] * 3
+
+
+def test_gradients_are_updated_with_their_parameter_at_hand() -> None:
+    """DeepSpeed calls the function of `safe_update_full_grad_vectorized` as f(gradient, parameter). hf_zero passed one
+    argument, so code written for DeepSpeed failed.
+    """
+    engine = initialize(model=Net(), config=config(2))[0]
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    seen = []
+
+    def double(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        seen.append(parameter)
+        return 2 * gradient
+
+    parameters = list(engine.module.parameters())
+    read = parameter_access.safe_get_full_grad
+    before = [read(parameter) for parameter in parameters]
+    parameter_access.safe_update_full_grad_vectorized(parameters, double)
+    assert seen == parameters
+    assert all(torch.equal(read(p), 2 * old) for p, old in zip(parameters, before, strict=True))
+
+
 def run_surgery(rank: int, enters: bool) -> list[float]:
     engine = initialize(model=Net(), config=config())[0]
     norms = []

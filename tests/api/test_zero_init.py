@@ -1,4 +1,4 @@
-"""Parameters read during the model's construction stay gathered while they may be modified, but never all of them."""
+"""zero.Init: nested contexts, and reads during the model's construction, which never make all of it whole."""
 
 from __future__ import annotations
 
@@ -38,3 +38,20 @@ def test_an_init_function_that_reads_the_whole_model_does_not_make_it_whole() ->
     for most, means in run_ranks(initialise_after_birth, 2):
         assert most == MIN_OPENED
         assert means == [2.0 * number for number in range(NUM_LAYERS)]
+
+
+def run_nested(rank: int) -> list[bool]:
+    found = []
+    with Init():
+        outer = nn.Linear(4, 4)
+        with Init():
+            inner = nn.Linear(4, 4)
+        found += [hasattr(inner.weight, "ds_id"), hasattr(outer.weight, "ds_id")]
+        both = nn.Sequential(outer, inner)
+    return [*found, all(hasattr(parameter, "ds_id") for parameter in both.parameters())]
+
+
+def test_what_a_nested_init_has_built_is_sharded_when_it_ends() -> None:
+    """Parameters of a nested zero.Init had no `ds_id` until the outer one ended, but code inside it needs them."""
+    for inner, _, both in run_ranks(run_nested, 2):
+        assert inner and both
