@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.end_to_end.architecture_script import BUILT, Run, train_architecture
-from tests.end_to_end.test_architectures import LONG, STAGES, TOLERANCE, assert_close
+from tests.end_to_end.stage3 import TOLERANCE, assert_same_tensors
+from tests.end_to_end.test_architectures import LONG, STAGES
 from tests.support.architectures import ARCHITECTURES
 from tests.support.launch import ROOT, launch
 from tests.support.oracle import oracle_environment
@@ -63,10 +64,10 @@ def assert_as_deepspeed(name: str, stage: int, source: str, folder: Path) -> Non
     ours = run_ranks(train_architecture, WORLD, name, stage, LONG, source)
     for rank, run in enumerate(ours):
         other = Run(**torch.load(folder / f"{name}.{rank}.pt"))
-        assert_close(run.start, other.start)
+        assert_same_tensors(run.start, other.start)
         assert_same_numbers(run.losses, other.losses, TOLERANCE, "losses")
         assert_same_numbers(run.norms, other.norms, TOLERANCE, "gradient norms")
-        assert_close(run.weights, other.weights)
+        assert_same_tensors(run.weights, other.weights)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -155,9 +155,7 @@ def test_unfilled_autos_are_no_error() -> None:
 def test_a_ratio_of_auto_is_a_value() -> None:
     offload = {"device": "cpu", "ratio": "auto"}
     config = one_step(optimizer=ADAMW, zero_optimization={"stage": 1, "offload_optimizer": offload})
-    made = accelerator(config)
-    model = torch.nn.Linear(8, 8)
-    engine, *_ = made.prepare(model, DummyOptim(model.parameters(), lr=1e-3), loader())
+    engine, _ = prepared(config, "dummy", None)
     assert engine.settings.resolved.zero.offload_optimizer.ratio == "auto"
 
 
