@@ -165,6 +165,7 @@ def run_descriptions(rank: int) -> None:
     norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
     step(engine)
     assert norm == 0 and ids == [id(p) for p in engine.module.parameters()]
+    assert [p.shape for p in engine.module.parameters()] == [p.shape for p in Net().parameters()]
     engine.destroy()
     with pytest.raises(RuntimeError, match="cannot be read here"):
         engine.module.scale.item()
@@ -172,7 +173,8 @@ def run_descriptions(rank: int) -> None:
 
 def test_a_released_parameter_is_still_described_by_everything_that_needs_no_values() -> None:
     """Libraries query parameters during training (sizes, addresses, devices, gradients, hooks, no-op conversions).
-    These queries worked before reads raised an error, and must still work."""
+    These queries worked before reads raised an error, and must still work. Partitioned parameters once were empty: a
+    head got the size 0 from `lm_head.weight.shape`, and code that checks `.ndim == 2` silently left features out."""
     run_ranks(run_descriptions, 2)
 
 

@@ -88,6 +88,7 @@ def run_gathered(rank: int) -> None:
 
 
 def test_gathered_parameters() -> None:
+    """Weight surgery on rank 0 was lost; nested contexts raised an error, or released weights of the outer one."""
     run_ranks(run_gathered, 2)
     run_ranks(run_gathered, 3)
 
@@ -235,7 +236,8 @@ def run_safe_functions(rank: int, stage: int) -> list[torch.Tensor]:
 
 
 def test_full_views_of_weight_gradient_and_state() -> None:
-    """On two ranks, of 21 elements: those of the last shard were left out, or the value of other ranks was missing."""
+    """Of 21 elements: a parameter whose size the ranks do not divide was read without its last elements, or not at all,
+    on every rank but the first."""
     model = Net()
     sum(model(torch.full((2, 5), rank + 1.0)).square().mean() / 2 for rank in range(2)).backward()
     found = run_each(run_safe_functions, 2, [(stage,) for stage in (0, 1, 2, 3)])

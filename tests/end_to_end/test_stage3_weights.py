@@ -220,7 +220,8 @@ def test_every_rank_loads_every_weight(shard: str, tmp_path: Path) -> None:
 
 
 def test_weights_of_other_sizes_are_initialised_where_they_may_be(tmp_path: Path) -> None:
-    """`from_pretrained(..., ignore_mismatched_sizes=True)`, for a head with other labels, was refused at stage 3."""
+    """`from_pretrained(..., ignore_mismatched_sizes=True)`, for a head with other labels, was refused at stage 3. And
+    without it another size went unnoticed, when all partitioned parameters had the shape [0]."""
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     options = {"ignore_mismatched_sizes": True, "vocab_size": VOCABULARY + 7}

@@ -192,7 +192,8 @@ def run_by_hand(rank: int, stage: int) -> list[Weights]:
     ],
 )
 def test_two_trained_and_two_forward_models(run: Callable[[int, int], list[Weights]], stage: int) -> None:
-    """An Accelerator had a single engine: of several models the last one was used for all, or an assertion failed."""
+    """An Accelerator had a single engine: of several models the last one was used for all, or an assertion failed. At
+    stage 3 an engine mixed up its gathers with those of another one."""
     results = run_ranks(run, RANKS, stage, init=run is run_by_hand)
     for weights, expected in zip(results[0], train_plainly()):
         assert_same_weights(weights, expected, TOLERANCE)
