@@ -1,4 +1,4 @@
-"""Flat shards in one process: a few parameters partitioned over several ranks, each with its own updater."""
+"""Optimizers on given gradients in one process: alone, and on flat shards of several ranks, each with its updater."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, lp_param
     )
 
 
+def run_alone(
+    kind: Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    weights: Sequence[Tensor],
+    steps: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """The weights after the optimizer's own updates with `steps` (gradients by step and parameter)."""
+    parameters = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = kind(parameters, **options)
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
 def run_sharded(
     kind: Callable[..., torch.optim.Optimizer],
     options: dict[str, Any],
@@ -64,7 +80,7 @@ def run_sharded(
     steps: Sequence[Sequence[Tensor]],
     world: int,
 ) -> list[Tensor]:
-    """The weights after updates with `steps` (gradients by step and parameter) on `world` ranks."""
+    """The same on `world` ranks."""
     sizes = [weight.numel() for weight in weights]
     padding = -sum(sizes) % world
     flat = torch.cat([weight.reshape(-1) for weight in weights] + [torch.zeros(padding)])

@@ -15,7 +15,7 @@ from hf_zero.layout.matrices import MatrixShape, MatrixSlice
 from hf_zero.optim.adafactor import AdafactorUpdater, Sums, Table, TorchFlavour, TransformersFlavour, flavour_of
 from hf_zero.optim.traits import Sees, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
-from tests.optim.shards import run_sharded
+from tests.optim.shards import run_alone, run_sharded
 
 STEPS = 12
 SHAPES = [(7, 5), (5,), (4, 9), (), (3, 2, 4), (2, 3, 3, 2), (1, 6), (6, 1)]
@@ -49,23 +49,11 @@ def made_up() -> tuple[list[Tensor], list[list[Tensor]]]:
     return weights, steps
 
 
-def alone(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> list[Tensor]:
-    weights, steps = made_up()
-    parameters = [nn.Parameter(weight.clone()) for weight in weights]
-    optimizer = kind(parameters, **options)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
-
-
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_on_shards_as_alone(name: str, world: int) -> None:
-    kind, options = OPTIONS[name]
-    weights, steps = made_up()
-    for ours, theirs in zip(run_sharded(kind, options, weights, steps, world), alone(kind, options), strict=True):
+    run = (*OPTIONS[name], *made_up())
+    for ours, theirs in zip(run_sharded(*run, world), run_alone(*run), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hf_zero import initialize
-from hf_zero.config import ConfigError, OptimizerPolicy, resolve
+from hf_zero.config import ConfigError, resolve
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
-from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
+from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.optim.stager import StateForm
-from tests.optim.shards import run_sharded, runs_natively
+from tests.optim.shards import run_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,15 +85,6 @@ def test_its_state_can_be_restored(dtype: torch.dtype) -> None:
     assert torch.equal(parameter, other)
 
 
-def test_a_parameter_that_is_not_contiguous() -> None:
-    ordinary, transposed = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.arange(6.0).view(2, 3))
-    transposed.data = torch.arange(6.0).view(2, 3).t().contiguous().t()
-    for parameter in (ordinary, transposed):
-        parameter.grad = torch.arange(6.0).view(2, 3) + 1
-        AdamW8bit([parameter], lr=0.1).step()
-    torch.testing.assert_close(ordinary.detach(), transposed.detach())
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_on_shards_closely_as_alone(world: int) -> None:
     """Blocks are aligned differently for every number of ranks: codes differ, but training has the same result."""
@@ -106,14 +97,6 @@ def test_on_shards_closely_as_alone(world: int) -> None:
     moved = torch.cat([(one - weight).reshape(-1) for one, weight in zip(exact, weights, strict=True)])
     apart = torch.cat([(one - other).reshape(-1) for one, other in zip(found, exact, strict=True)])
     assert float(apart.norm() / moved.norm()) < 0.03
-
-
-def test_by_its_names() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(3))]}]
-    for name, kind, decoupled in (("AdamW8bit", AdamW8bit, True), ("adam8bit", Adam8bit, False)):
-        policy = OptimizerPolicy(type=name, params={"lr": 0.1, "betas": [0.8, 0.9], "block_size": 256})
-        optimizer = build_optimizer(policy, groups)
-        assert type(optimizer) is kind and optimizer.adam_w_mode is decoupled and runs_natively(optimizer)
 
 
 def test_blocks_have_256_elements() -> None:

@@ -1,4 +1,4 @@
-"""The loop of optimizers that are used alone, and properties of torch's SGD."""
+"""The loop of optimizers that are used alone, their counts of updates, and properties of torch's SGD."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.optim.elementwise import LoneOptimizer, flat_view, write_back
+from hf_zero.layout import Piece
+from hf_zero.optim.elementwise import LoneOptimizer, StepCounts, flat_view, write_back
 from hf_zero.optim.sgd import SgdFamily, family_of_torch_sgd
 
 
@@ -40,6 +41,16 @@ def test_a_transposed_parameter_is_updated_through_a_copy() -> None:
         flat.copy_(torch.arange(6.0))
         write_back(parameter, flat)
         assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_bias_correction_counts_per_parameter() -> None:
+    """`a` and `b` are contiguous, `c` follows padding; runs are joined while their step counts agree."""
+    pieces = (Piece(0, 0, 0, 32), Piece(1, 32, 0, 10), Piece(2, 64, 5, 7))
+    counters = StepCounts()
+    assert counters.advance(pieces, {0, 1, 2}) == [(0, 71, 1)]
+    assert counters.advance(pieces, {0, 2}) == [(0, 32, 2), (64, 71, 2)]
+    assert counters.advance(pieces, {0, 1, 2}) == [(0, 32, 3), (32, 42, 2), (64, 71, 3)]
+    assert counters.advance(pieces, set()) == []
 
 
 def test_sgd_keeps_a_buffer_only_with_momentum() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import initialize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 from tests.support.requirements import requires
 
 STEPS, ROWS, WIDTH = 12, 8, 128
@@ -79,12 +79,9 @@ def train(engine: Any, rank: int, world: int) -> list[float]:
     return losses
 
 
-def run_engine(rank: int, kind: str, stage: int, world: int) -> list[float]:
-    return train(engine_of(kind, stage, world), rank, world)
-
-
-def beside_itself(rank: int, kind: str, stage: int) -> list[bool]:
-    """After each step: whether the masters equal those of the optimizer alone, on the same shards and gradients."""
+def beside_itself(rank: int, kind: str, stage: int) -> tuple[list[float], list[bool]]:
+    """Losses, and after each step whether the masters equal those of the optimizer alone, on the same shards and
+    gradients."""
     engine = engine_of(kind, stage, 2)
     base = engine.optimizer.optimizer
     masters = [parameter for group in base.param_groups for parameter in group["params"]]
@@ -100,24 +97,22 @@ def beside_itself(rank: int, kind: str, stage: int) -> list[bool]:
         return done
 
     base.step = step_both
-    train(engine, rank, 2)
-    return same
+    return train(engine, rank, 2), same
 
 
-def run_plain(_rank: int, kind: str) -> list[float]:
-    return plain(kind)
+def in_one_process(_rank: int, kind: str) -> tuple[list[float], list[float]]:
+    """Losses without and with an engine."""
+    return plain(kind), train(engine_of(kind, 0, 1), 0, 1)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=requires(modules=(kind.split()[0],))) for kind in KINDS])
 def test_as_themselves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its update, which takes minutes on a CPU
-    (expected,) = run_ranks(run_plain, 1, kind)
-    (alone,) = run_ranks(run_engine, 1, kind, 0, 1)
+    ((expected, alone),) = run_ranks(in_one_process, 1, kind)
     assert alone == pytest.approx(expected, rel=1e-5)
-    for stage in (1, 3):
-        assert run_ranks(beside_itself, 2, kind, stage) == [[True] * STEPS] * 2, stage
-        ranks = run_ranks(run_engine, 2, kind, stage, 2)
-        mean = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
+    for stage, ranks in zip((1, 3), run_each(beside_itself, 2, [(kind, 1), (kind, 3)]), strict=True):
+        assert [same for _, same in ranks] == [[True] * STEPS] * 2, stage
+        mean = [sum(losses) / 2 for losses in zip(*(losses for losses, _ in ranks), strict=True)]
         if "4bit" not in kind:  # there losses depend on which elements share a block; the bits above do not
             assert mean == pytest.approx(expected, rel=0.02), stage
         assert mean[-1] < 1.02 * expected[-1] < 0.5 * mean[0], stage

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.traits import Sees, traits_of
 from tests.config.deepspeed_answers import ask_deepspeed
-from tests.optim.shards import run_sharded, runs_natively
+from tests.optim.shards import run_alone, run_sharded, runs_natively
 
 STEPS = 200
 SHAPES = [(7, 5), (11,), (3, 2, 4), (1,)]
@@ -33,15 +34,8 @@ def made_up(num_steps: int = STEPS) -> tuple[list[Tensor], list[list[Tensor]]]:
     return weights, steps
 
 
-def alone(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], num_steps: int = STEPS) -> list[Tensor]:
-    weights, steps = made_up(num_steps)
-    parameters = [nn.Parameter(weight.clone()) for weight in weights]
-    optimizer = kind(parameters, **options)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+def alone(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> list[Tensor]:
+    return run_alone(kind, options, *made_up())
 
 
 def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 2e-5) -> None:
@@ -121,21 +115,20 @@ def test_lion_leaves_an_element_without_any_gradient_where_it_is() -> None:
     assert parameter.tolist() == [1.0, 0.5]
 
 
-AGAINST_TORCH: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
-    (DeepSpeedCPUAdagrad, {"lr": 0.05, "weight_decay": 0.1}, torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
-    (DeepSpeedCPUAdam, {"lr": 0.01, "weight_decay": 0.1}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    (
-        DeepSpeedCPUAdam,
-        {"lr": 0.01, "weight_decay": 0.1, "adamw_mode": False},
-        torch.optim.Adam,
-        {"lr": 0.01, "weight_decay": 0.1},
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "theirs", "their_options"), AGAINST_TORCH)
-def test_the_same_as_torch(kind: Any, options: dict[str, Any], theirs: Any, their_options: dict[str, Any]) -> None:
-    assert_close(alone(kind, options), alone(theirs, their_options), 1e-4)
+@pytest.mark.parametrize(
+    ("kind", "own", "theirs", "options"),
+    [
+        (FusedAdam, {}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+        (FusedAdam, {}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0}),
+        (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
+        (FusedAdam, {}, torch.optim.Adam, {"lr": 0.01, "betas": (0.7, 0.9), "eps": 1e-4}),
+        (DeepSpeedCPUAdam, {}, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+        (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+        (DeepSpeedCPUAdagrad, {}, torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
+    ],
+)
+def test_the_same_as_torch(kind: Any, own: dict[str, Any], theirs: Any, options: dict[str, Any]) -> None:
+    assert_close(alone(kind, {**options, **own}), alone(theirs, options), 1e-4)
 
 
 ON_SHARDS: list[tuple[Any, dict[str, Any]]] = [
@@ -157,12 +150,12 @@ ON_SHARDS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "options"), ON_SHARDS)
 def test_on_shards_as_alone(kind: Any, options: dict[str, Any], world: int, num_steps: int) -> None:
     """Shard boundaries divide parameters; LAMB's trust ratio must still be that of the whole parameter."""
-    weights, steps = made_up(num_steps)
-    assert_close(run_sharded(kind, options, weights, steps, world), alone(kind, options, num_steps))
+    run = (kind, options, *made_up(num_steps))
+    assert_close(run_sharded(*run, world), run_alone(*run))
 
 
 def test_state_can_be_saved_and_restored() -> None:
-    for kind in (FusedLion, FusedLamb, DeepSpeedCPUAdagrad, DeepSpeedCPUAdam):
+    for kind in (FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdagrad, DeepSpeedCPUAdam):
         parameter = nn.Parameter(torch.ones(4))
         optimizer = kind([parameter], lr=0.1)
         parameter.grad = torch.ones(4)
@@ -192,11 +185,12 @@ def test_16_bit_parameters_keep_32_bit_states_in_the_cpu_names() -> None:
         parameter.grad = torch.ones(4, dtype=torch.bfloat16)
         optimizer.step()
         assert optimizer.state[parameter]["exp_avg"].dtype == dtype
+        assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}, "torch's names"
 
 
 def test_a_parameter_that_is_not_contiguous() -> None:
     """A transposed matrix has no flat view; the update must change the parameter and not a copy."""
-    for kind in (FusedAdam, FusedLion, FusedLamb):
+    for kind in (FusedAdam, FusedLion, FusedLamb, AdamW8bit):
         plain, transposed = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.arange(6.0).view(2, 3))
         transposed.data = torch.arange(6.0).view(2, 3).t().contiguous().t()
         assert not transposed.is_contiguous()
@@ -209,6 +203,12 @@ def test_a_parameter_that_is_not_contiguous() -> None:
 
 def test_arguments_that_make_no_sense() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
+        FusedAdam(parameters, amsgrad=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument .momentum."):
+        FusedAdam(parameters, momentum=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"betas in \[0, 1\), got .*betas=\(0.9, 1.0\)"):
+        FusedAdam(parameters, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="FusedLion needs lr, weight_decay >= 0 and betas in .*, got lr=-1"):
         FusedLion(parameters, lr=-1)
     with pytest.raises(ValueError, match="amsgrad=True is not supported by FusedLamb"):
@@ -223,9 +223,20 @@ def test_what_runs_natively() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
 
     class MyLamb(FusedLamb):
-        pass
+        """May do something else."""
 
-    assert all(runs_natively(kind(parameters, lr=0.1)) for kind, _ in ON_SHARDS)
+    class MyAdamW(torch.optim.AdamW):
+        """May do something else."""
+
+    hooked = torch.optim.AdamW(parameters)
+    hooked.register_step_post_hook(lambda *_: None)
+    kinds = [*(kind for kind, _ in ON_SHARDS), AdamW8bit, Adam8bit]
+    assert all(runs_natively(kind(parameters, lr=0.1)) for kind in kinds)
+    assert runs_natively(torch.optim.Adam(parameters, fused=True))
+    assert not runs_natively(hooked), "the hook would not be called"
+    assert not runs_natively(MyAdamW(parameters))
+    assert not runs_natively(torch.optim.AdamW(parameters, amsgrad=True))
+    assert not runs_natively(torch.optim.AdamW(parameters, maximize=True))
     assert not runs_natively(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1))
     assert not runs_natively(torch.optim.SGD(parameters, lr=0.1, maximize=True))
     assert not runs_natively(torch.optim.Adagrad(parameters, maximize=True))

@@ -13,7 +13,7 @@ from hf_zero.config import ConfigError, OptimizerPolicy
 from hf_zero.optim.muon import Muon, direction, orthogonal
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import Sees, traits_of
-from tests.optim.shards import run_sharded
+from tests.optim.shards import run_alone, run_sharded
 
 STEPS = 200
 SHAPES = [(7, 5), (4, 9), (3, 2, 4), (3, 2, 2, 2)]
@@ -56,29 +56,18 @@ def muon(params: list[nn.Parameter], **options: Any) -> Muon:
     return Muon([{"params": params, "use_muon": True}], **options)
 
 
-def alone(**options: Any) -> list[Tensor]:
-    weights, steps = made_up()
-    parameters = [nn.Parameter(weight.clone()) for weight in weights]
-    optimizer = muon(parameters, **options)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
-
-
 OPTIONS = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
 
 
 def test_against_its_formulas() -> None:
-    for ours, theirs in zip(alone(**OPTIONS), in_double(**OPTIONS), strict=True):
+    for ours, theirs in zip(run_alone(muon, OPTIONS, *made_up()), in_double(**OPTIONS), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_on_shards_as_alone(world: int) -> None:
-    weights, steps = made_up()
-    for ours, theirs in zip(run_sharded(muon, OPTIONS, weights, steps, world), alone(**OPTIONS), strict=True):
+    run = (muon, OPTIONS, *made_up())
+    for ours, theirs in zip(run_sharded(*run, world), run_alone(*run), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.optim.trial import Needs, needs_of
 from tests.support.beside_plain import Layers, assert_same, engine_of, plain_weights, train, train_plainly, weights_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 STEPS = 4
 
@@ -163,32 +163,42 @@ def plain(kind: Any) -> dict[str, Tensor]:
     return plain_weights(model)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stable_adamw_trains_as_in_one_process(stage: int) -> None:
-    for weights, heard in run_ranks(run, 2, StableAdamW, stage, {}):
-        assert_same(weights, plain(StableAdamW), what=f"stage {stage}")
-        assert not heard
+WHOLE, FLAT = ({"hf_zero": {"optimizer_sees": sees}} for sees in ("whole_tensors", "flat_shards"))
+# How an optimizer trains on two ranks as in one process, without a word in the log.
+SILENT: list[tuple[Any, int, dict[str, Any]]] = [
+    *((StableAdamW, stage, {}) for stage in (1, 2, 3)),
+    (Normed, 2, WHOLE),
+    (Numbered, 0, {}),
+    (Seeded, 2, {}),
+]
+WARNED: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "depends on the whole tensor": (Normed, 2, {}),
+    "depends on other tensors": (Numbered, 2, {}),
+}
 
 
-def test_others_are_told_what_to_set() -> None:
-    """And what the warning recommends computes what one process does."""
-    (_, heard), (_, other_rank) = run_ranks(run, 2, Normed, 2, {})
-    (line,) = heard
-    assert "test_trial.Normed: its update of an element depends on the whole tensor" in line
-    assert '"hf_zero": {"optimizer_sees": "whole_tensors"}' in line and not other_rank
-    for weights, heard in run_ranks(run, 2, Normed, 2, {"hf_zero": {"optimizer_sees": "whole_tensors"}}):
-        assert_same(weights, plain(Normed))
-        assert not heard
-    (_, heard), _ = run_ranks(run, 2, Numbered, 2, {})
-    assert "depends on other tensors" in heard[0] and "zero_optimization.stage 0" in heard[0]
-    for weights, heard in run_ranks(run, 2, Numbered, 0, {}):
-        assert_same(weights, plain(Numbered))
-        assert not heard
-    assert not any(heard for _, heard in run_ranks(run, 2, Normed, 2, {"hf_zero": {"optimizer_sees": "flat_shards"}}))
+Found = list[list[tuple[Any, list[str]]]]  # by case and rank
 
 
-def test_a_state_of_the_constructor_is_no_use() -> None:
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """(weights, warnings) of both ranks, for the cases of WARNED, then of SILENT; at last with FLAT."""
+    return run_each(run, 2, [*WARNED.values(), *SILENT, (Normed, 2, FLAT)])
+
+
+def test_optimizers_of_whole_tensors_train_as_in_one_process(found: Found) -> None:
     """`optim="apollo_adamw"` failed: "has already stepped", because its constructor stores a seed for each tensor."""
-    for weights, heard in run_ranks(run, 2, Seeded, 2, {}):
-        assert_same(weights, plain(Seeded))
-        assert not heard
+    for (kind, stage, sections), ranks in zip(SILENT, found[len(WARNED) :], strict=False):
+        for weights, heard in ranks:
+            assert_same(weights, plain(kind), what=f"{kind.__name__}, stage {stage}, {sections}")
+            assert not heard
+
+
+def test_a_warning_names_what_to_set(found: Found) -> None:
+    """Another test shows that what it recommends computes what one process does."""
+    for words, ((_, (line,)), (_, other_rank)) in zip(WARNED, found, strict=False):
+        assert f"its update of an element {words}" in line and not other_rank
+    (_, (normed,)), (_, (numbered,)) = found[0][0], found[1][0]
+    assert "test_trial.Normed: its" in normed and '"hf_zero": {"optimizer_sees": "whole_tensors"}' in normed
+    assert "zero_optimization.stage 0" in numbered
+    assert not any(heard for _, heard in found[-1]), "what the config asks for is no surprise"
