@@ -13,6 +13,7 @@ from hf_zero.comm import ledger
 from hf_zero.grads.reducer import parameters_of_embeddings
 from hf_zero.grads.sparse_rows import SparseRowSum
 from tests.support.ranks import run_ranks
+from tests.support.traffic import payloads
 
 WORDS, PLACES, WIDTH = 1000, 12, 16
 
@@ -56,8 +57,7 @@ def trained(
         loss = engine(ids) if (rank, step // 2) != (1, 2) else 0 * engine(ids)
         engine.backward(loss)
         engine.step()
-    counted = {f"{phase} {name}": tally.num_bytes for (phase, name), tally in ledger.tallies.items()}
-    return [parameter.detach().clone() for parameter in engine.module.parameters()], counted
+    return [parameter.detach().clone() for parameter in engine.module.parameters()], payloads()
 
 
 def run_both(rank: int, dtype: str) -> tuple[list[list[Tensor]], list[dict[str, int]]]:

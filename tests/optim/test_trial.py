@@ -6,7 +6,6 @@ without a word: the first scales each tensor's update by a norm of it, the secon
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_zero.optim.trial import Needs, needs_of
 from tests.support.beside_plain import Layers, assert_same, engine_of, plain_weights, train, train_plainly, weights_of
+from tests.support.messages import heard
 from tests.support.ranks import run_each
 
 STEPS = 4
@@ -146,13 +146,10 @@ def test_an_optimizer_around_another_is_not_stepped() -> None:
 
 
 def run(rank: int, kind: Any, stage: int, sections: dict[str, Any]) -> tuple[Any, list[str]]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero").addHandler(handler)
-    engine = engine_of(lambda model: kind(model.parameters()), stage, 2, **sections)
-    for _ in train(engine, rank, 2, STEPS):
-        pass
+    with heard() as heard:
+        engine = engine_of(lambda model: kind(model.parameters()), stage, 2, **sections)
+        for _ in train(engine, rank, 2, STEPS):
+            pass
     return weights_of(engine), [line for line in heard if "depends on" in line]
 
 

@@ -22,6 +22,7 @@ from hf_zero.layout.buckets import MIN_DIRECT_BYTES, direct_chunks
 from tests.support.ranks import run_ranks
 from tests.support.simulation import META, live_bytes, simulated_world
 from tests.support.step_passes import BF16, LAYERS, RANK, WIDTH, WORLD, Net
+from tests.support.traffic import calls_and_bytes
 
 SIZES = (64, 8, 1024)
 
@@ -88,7 +89,7 @@ def trained(smallest: int) -> tuple[dict[str, tuple[int, int]], int, int, set[bo
             ledger.reset()
             engine.backward(engine(x))
             engine.step()
-        traffic = {f"{phase} {name}": (t.calls, t.num_bytes) for (phase, name), t in ledger.tallies.items()}
+        traffic = calls_and_bytes()
         are_direct = {unit.is_direct for unit in engine.module_view.store.units}
         between = live_bytes() - before
         engine.destroy()

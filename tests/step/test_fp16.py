@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ from torch import nn
 from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.config import Views, examine
-from tests.step.test_parity import config, groups_of, split
+from tests.step.training import ROWS, adamw, assert_same, config, reference, train
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_each, run_ranks
-from tests.support.reference import Recipe, assert_same_numbers, train
+from tests.support.reference import Trace
 
-ROWS = 12
-STEPS = 6
+STEPS, CLIP = 6, 0.5
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
 class Line(nn.Module):
@@ -118,62 +116,28 @@ def test_at_the_minimum_every_rank_names_the_parameters() -> None:
         assert "first.weight" in message and "second.weight" in message
 
 
-def run_engine(rank: int, world: int, stage: int, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
-    torch.manual_seed(1)
+def run_engine(rank: int, world: int, stage: int, sections: dict[str, Any]) -> Trace:
     model = AwkwardMLP()
-    optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
-    settings = config(stage, world, gradient_clipping=0.5, **options)
-    engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=settings)
-    losses, norms = [], []
-    for batch in mlp_batches(STEPS, ROWS):
-        flag = rank == 0
-        mine = {key: value.to(torch.float16) for key, value in split(batch, rank, world).items()}
-        loss = engine(**(mine if options.get("fp16") else split(batch, rank, world)), flag=flag)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    masters = {}
-    for shard in engine.optimizer.sub_groups:
-        for piece in shard.pieces:
-            name = engine.optimizer.store.layout.specs[piece.parameter].name
-            masters[name, piece.in_parameter] = shard.master.narrow(0, piece.in_shard, piece.numel).clone()
-    return losses, norms, masters
+    settings = config(stage, world, gradient_clipping=CLIP, **sections)
+    engine, _, _, _ = initialize(model=model, optimizer=adamw(model), config=settings)
+    return train(engine, rank, world, mlp_batches(STEPS, ROWS))
 
 
-@functools.cache
-def reference() -> Any:
-    steps = []
-    for batch in mlp_batches(STEPS, ROWS):
-        steps.append([{**split(batch, rank, 2), "flag": torch.tensor(rank == 0)} for rank in range(2)])
-    torch.manual_seed(1)
-    return train(
-        AwkwardMLP(), steps, Recipe(learning_rate=1e-2, weight_decay=0.1, no_decay=("bias", "scale"), clip_norm=0.5)
-    )
-
-
-@pytest.mark.parametrize("options", [{"loss_scale": 64}, {"initial_scale_power": 8, "loss_scale_window": 1}])
-def test_losses_and_norms_follow_fp32(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("sections", "tolerance"),
+    [
+        ({"fp16": {"enabled": True, "loss_scale": 64}}, 1e-2),
+        ({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1}}, 1e-2),
+        ({"prescale_gradients": True}, 1e-5),
+        ({"gradient_predivide_factor": 4.0}, 1e-5),
+    ],
+    ids=str,
+)
+def test_scaled_losses_and_gradients_train_as_plain_pytorch(sections: dict[str, Any], tolerance: float) -> None:
     """Also in steps where the scale doubles: DeepSpeed divides those gradients by the new scale, halving them."""
-    expected = reference()
-    cases = [(2, stage, {"fp16": {"enabled": True, **options}}) for stage in (0, 1, 2, 3)]
-    for traces in run_each(run_engine, 2, cases):
-        losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
-        assert_same_numbers(losses, expected.losses, 1e-2, "loss")
-        assert_same_numbers(traces[0][1], expected.norms, 1e-2, "norm")
-
-
-@pytest.mark.parametrize("sections", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}])
-def test_division_before_the_reduction_changes_nothing_in_fp32(sections: dict[str, Any]) -> None:
-    expected = reference()
-    for traces in run_each(run_engine, 2, [(2, stage, sections) for stage in (0, 1, 2, 3)]):
-        losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
-        assert_same_numbers(losses, expected.losses, 1e-5, "loss")
-        assert_same_numbers(traces[0][1], expected.norms, 1e-5, "norm")
-        for _, _, masters in traces:
-            for (name, start), part in masters.items():
-                whole = expected.weights[name].reshape(-1)
-                torch.testing.assert_close(part, whole.narrow(0, start, part.numel()), rtol=1e-4, atol=1e-5)
+    expected = reference(2, 1, CLIP, STEPS)
+    for stage, traces in enumerate(run_each(run_engine, 2, [(2, stage, sections) for stage in (0, 1, 2, 3)])):
+        assert_same(traces, expected, tolerance, f"stage {stage}")
 
 
 def run_sum(rank: int, world: int, stages: list[dict[str, Any]]) -> list[tuple[float, list[torch.Tensor]]]:
@@ -258,8 +222,8 @@ def test_a_streak_of_overflows_recovers_also_across_a_resume(stage: int, offload
         torch.testing.assert_close(safe_get_full_fp32_param(ours), theirs.detach(), rtol=1e-2, atol=1e-3)
 
 
-def run_without_scaling(rank: int, world: int) -> None:
-    engine, optimizer, _, _ = initialize(model=Line(), config={**config(1, world, **fp16()), "optimizer": ADAM})
+def test_a_backward_of_ones_own_needs_the_scale() -> None:
+    engine, optimizer, _, _ = initialize(model=Line(), config={**config(1, 1, **fp16()), "optimizer": ADAM})
     engine(torch.ones(2, 6, dtype=torch.float16)).backward()
     with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\); a plain loss.backward\(\) makes"):
         engine.step()
@@ -272,35 +236,18 @@ def run_without_scaling(rank: int, world: int) -> None:
     assert scaled is not None and scaled == pytest.approx(optimizer.grad_norm, rel=0.2)
 
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
-
-
-def test_a_backward_of_ones_own_needs_the_scale() -> None:
-    run_ranks(run_without_scaling, 1, 1)
-
-
-def run_saying(rank: int, world: int) -> tuple[list[str], float | None]:
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("hf_zero").addHandler(Keep())
-    run_script(rank, world, 1, "xx.", {})
-    return [line for line in lines if "skipped" in line], None
-
-
-def test_the_log_names_both_scales() -> None:
-    ((lines, _),) = run_ranks(run_saying, 1, 1)
-    assert lines == [
+def test_the_log_names_both_scales(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "hf_zero"):
+        run_script(0, 1, 1, "xx.", {})
+    assert [line for line in caplog.messages if "skipped" in line] == [
         "step 1 skipped on all ranks: overflow at loss scale 16, which stays",
         "step 2 skipped on all ranks: overflow at loss scale 16, now 8",
     ]
 
 
 def run_saved(rank: int, world: int, stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """The scales of an uninterrupted run, and of one that is resumed from a checkpoint in the middle."""
+    """The scales of an uninterrupted run, and of one that is resumed from a checkpoint in the middle, with the same
+    weights."""
     settings = {**config(stage, world, **fp16()), "optimizer": ADAM}
 
     def go_on(engine: Any, script: str) -> list[float]:
@@ -320,7 +267,9 @@ def run_saved(rank: int, world: int, stage: int, folder: str) -> tuple[list[floa
     fresh = initialize(model=Line(), config=settings)[0]
     assert fresh.load_checkpoint(folder)[0] is not None
     assert fresh.loss_scale() == 8.0 and fresh.skipped_steps == 2
-    return unbroken, go_on(fresh, "..x..")
+    resumed, expected = go_on(fresh, "..x.."), engine.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in fresh.module_state_dict().items())
+    return unbroken, resumed
 
 
 def test_the_scaler_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
@@ -344,18 +293,17 @@ class Nested(nn.Module):
         }
 
 
-def run_casting(rank: int, world: int, sections: dict[str, Any]) -> tuple[list[Any], torch.dtype]:
-    engine, _, _, _ = initialize(model=Nested(), config={**config(1, world, **sections), "optimizer": ADAM})
+def cast(sections: dict[str, Any]) -> tuple[list[Any], torch.dtype]:
+    engine, _, _, _ = initialize(model=Nested(), config={**config(1, 1, **sections), "optimizer": ADAM})
     inner = {"inner": torch.ones(2), "whole": torch.ones(2, dtype=torch.long)}
     answer = engine(torch.ones(1, 2), [torch.ones(2), inner], keyword=torch.ones(1))
     return answer["seen"], answer["out"].dtype
 
 
 def test_auto_cast_reaches_positional_inputs() -> None:
-    [(seen, _)], [(unasked, _)] = run_each(run_casting, 1, [(1, fp16(auto_cast=True)), (1, fp16())])
+    seen, unasked = cast(fp16(auto_cast=True))[0], cast(fp16())[0]
     assert seen == [torch.float16, torch.float16, torch.float16, torch.long, torch.float32]
-    seen = unasked
-    assert seen[0] == torch.float32
+    assert unasked[0] == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -370,10 +318,10 @@ def test_auto_cast_reaches_positional_inputs() -> None:
     ],
 )
 def test_forward_under_autocast(sections: dict[str, Any], dtype: torch.dtype) -> None:
-    assert run_ranks(run_casting, 1, 1, sections)[0][1] == dtype
+    assert cast(sections)[1] == dtype
 
 
-def run_amp(rank: int, world: int) -> tuple[float, bool, float]:
+def run_amp(rank: int, world: int) -> tuple[float, bool]:
     engine, _, _, _ = initialize(model=Line(), config={**config(2, world, amp={"enabled": True}), "optimizer": ADAM})
     x = torch.ones(2, 6)
     engine.backward(engine(x))
@@ -381,9 +329,8 @@ def run_amp(rank: int, world: int) -> tuple[float, bool, float]:
     x[0, 0] = float("nan")
     engine.backward(engine(x))
     engine.step()
-    return engine.loss_scale(), engine.was_step_applied(), float(engine.get_global_grad_norm() or 0.0)
+    return engine.loss_scale(), engine.was_step_applied()
 
 
 def test_amp_scales_the_loss_and_keeps_fp32_weights() -> None:
-    for scale, applied, _ in run_ranks(run_amp, 2, 2):
-        assert scale == 32768.0 and not applied
+    assert run_ranks(run_amp, 2, 2) == [(32768.0, False)] * 2

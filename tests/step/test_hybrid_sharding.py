@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,13 +16,12 @@ from hf_zero.comm import Hosts, known_groups, ledger
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.errors import WrongArgument
 from hf_zero.params.store import of
-from tests.step.test_parity import NO_DECAY, ROWS, config, groups_of, split, weights_of
-from tests.support.in_process import InProcessWorld, engines_in
+from tests.step.training import ROWS, adamw, config, reference, train
+from tests.support.in_process import InProcessWorld, run_engines
 from tests.support.models import AwkwardMLP, Batch, mlp_batches
 from tests.support.ranks import RankFailure, run_ranks
-from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
+from tests.support.reference import Trace, assert_same_numbers, assert_same_weights
 
-T = TypeVar("T")
 WORLD = 4
 STEPS = 20
 TOLERANCE = 1e-5
@@ -34,39 +32,21 @@ def engine_with(
     stage: int, shard_group: object, accumulation: int = 1, clip: float = CLIP, make: Any = initialize, **zero: Any
 ) -> Any:
     model = AwkwardMLP()
-    optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
     settings = config(stage, WORLD, gradient_accumulation_steps=accumulation, gradient_clipping=clip)
     own = {"hops": zero.pop("hops")} if "hops" in zero else {}
     settings["zero_optimization"].update(zero)
     if shard_group is not None:
         own["shard_group"] = shard_group
     settings["hf_zero"] = own
-    return make(model=model, optimizer=optimizer, config=settings)[0]
+    return make(model=model, optimizer=adamw(model), config=settings)[0]
 
 
 def trained(engine: Any, rank: int, batches: list[Batch], accumulation: int = 1) -> Trace:
-    losses, norms = [], []
-    for start in range(0, len(batches), accumulation):
-        total = 0.0
-        for batch in batches[start : start + accumulation]:
-            loss = engine(**split(batch, rank, WORLD), flag=False)
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / accumulation
-        losses.append(total)
-        norms.append(engine.get_global_grad_norm())
-    return Trace(losses, norms, weights_of(engine))
+    return train(engine, rank, WORLD, batches, accumulation, alike=True)
 
 
 def expected(accumulation: int, clip: float, steps: int) -> Trace:
-    batches = mlp_batches(steps * accumulation, ROWS)
-    parts = [[split(batch, rank, WORLD) for rank in range(WORLD)] for batch in batches]
-    steps = [
-        [{**part, "flag": torch.tensor(False)} for micro in parts[start : start + accumulation] for part in micro]
-        for start in range(0, len(parts), accumulation)
-    ]
-    recipe = Recipe(learning_rate=1e-2, weight_decay=0.1, no_decay=NO_DECAY, clip_norm=clip)
-    return train(AwkwardMLP(), steps, recipe)
+    return reference(WORLD, accumulation, clip, steps, alike=True)
 
 
 def on_two_hosts(rank: int) -> Any:
@@ -90,11 +70,9 @@ def run_sizes_on_two_hosts(rank: int, *given: Any) -> list[Trace]:
         return run_sizes(rank, *given)
 
 
-def in_threads(hosts: int, body: Callable[..., T], *given: Any) -> list[T]:
-    """`body(rank, *given, make)` on ranks that are threads, and appear to be on `hosts` hosts."""
-    world = InProcessWorld(WORLD, hosts=Hosts(tuple(rank * hosts // WORLD for rank in range(WORLD))))
-    with engines_in(world) as make:
-        return world.run(lambda rank: body(rank, *given, make))
+def threads_on(hosts: int) -> InProcessWorld:
+    """Ranks that are threads, and appear to be on that many hosts."""
+    return InProcessWorld(WORLD, hosts=Hosts(tuple(rank * hosts // WORLD for rank in range(WORLD))))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +95,7 @@ def test_every_shard_group_trains_as_plain_pytorch(
 ) -> None:
     sizes: list[object] = [None, 1, 2, 4, *(["host"] if hosts == 2 else [])]
     reference = expected(accumulation, clip, steps)
-    for traces in in_threads(hosts, run_sizes, stage, accumulation, clip, steps, sizes):
+    for traces in run_engines(threads_on(hosts), run_sizes, stage, accumulation, clip, steps, sizes):
         _compare(traces, reference, sizes, accumulation, clip)
 
 
@@ -192,8 +170,7 @@ def run_built_in_shards(rank: int) -> list[dict[str, torch.Tensor]]:
         handle = of(model.inner.weight)
         assert handle is not None
         found.append({"chunk": torch.tensor(handle.shard.numel())})
-        optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
-        engine = initialize(model=model, optimizer=optimizer, config=settings)[0]
+        engine = initialize(model=model, optimizer=adamw(model), config=settings)[0]
         found[-1].update(trained(engine, rank, batches).weights)
         engine.destroy()
     with pytest.raises(WrongArgument, match="MiCS_Init"):
@@ -244,8 +221,7 @@ def run_awkward(rank: int, optimizer: str) -> list[torch.Tensor]:
     if optimizer == "AdamW":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     engine = initialize(model=AwkwardMLP(), config=settings)[0]
-    batches = [{key: value.bfloat16() for key, value in batch.items()} for batch in mlp_batches(4, ROWS)]
-    return list(trained(engine, rank, batches, accumulation=2).weights.values())
+    return list(trained(engine, rank, mlp_batches(4, ROWS), accumulation=2).weights.values())
 
 
 @pytest.mark.slow
@@ -273,7 +249,7 @@ def run_fewer_bits(rank: int, make: Any) -> dict[str, Trace]:
 
 def test_zeropp_within_shard_groups() -> None:
     """Losses stay close, and replicas stay bitwise equal."""
-    first, *others = in_threads(2, run_fewer_bits)
+    first, *others = run_engines(threads_on(2), run_fewer_bits)
     for name, trace in first.items():
         assert trace.losses == pytest.approx(first["plain"].losses, rel=0.05), name
         assert name == "plain" or trace.losses != first["plain"].losses

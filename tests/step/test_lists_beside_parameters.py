@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.support.beside_plain import (
     train_plainly,
     weights_of,
 )
+from tests.support.messages import heard
 from tests.support.ranks import run_each
 
 STEPS = 3
@@ -83,17 +83,14 @@ def run(rank: int, world: int, stage: int, bf16: bool, folder: str) -> Any:
 
 
 def run_failing(rank: int, world: int) -> tuple[str, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero").addHandler(handler)
-    engine = engine_of(orthogonal, 2, world)
-    with pytest.raises(RuntimeError) as caught:
-        for _ in train(engine, rank, world, 1):
+    with heard() as lines:
+        engine = engine_of(orthogonal, 2, world)
+        with pytest.raises(RuntimeError) as caught:
+            for _ in train(engine, rank, world, 1):
+                pass
+        whole = engine_of(orthogonal, 2, world, **WHOLE)
+        for _ in train(whole, rank, world, 1):
             pass
-    whole = engine_of(orthogonal, 2, world, **WHOLE)
-    for _ in train(whole, rank, world, 1):
-        pass
     shown = (line.strip() for text in lines for line in text.splitlines())
     return str(caught.value), [line[len(START) :] for line in shown if line.startswith(START)]
 

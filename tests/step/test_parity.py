@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,105 +10,34 @@ from torch import nn
 
 from hf_zero import initialize
 from hf_zero.grads.reducer import GradientReducer
-from tests.support.models import AwkwardMLP, Batch, mlp_batches
+from tests.step.training import ROWS, adamw, assert_same, config, reference, split, train, weights_of
+from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_each
-from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
+from tests.support.reference import Trace, assert_same_weights
 
-ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 STEPS = 4
-NO_DECAY = ("bias", "scale")
 WAYS = [(1, 0.0), (1, 0.05), (3, 0.05)]  # accumulation, clip
-# Small models are below every threshold: with the defaults nothing of them would be sharded.
-SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-
-
-def config(stage: int, world: int, **sections: Any) -> dict[str, Any]:
-    """A config with buckets so small that the model has several."""
-    return {
-        "train_micro_batch_size_per_gpu": ROWS // world,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 150, **(SHARDED if stage == 3 else {})},
-        **sections,
-    }
-
-
-def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
-
-
-def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    decayed = [p for name, p in model.named_parameters() if not any(part in name for part in NO_DECAY)]
-    spared = [p for name, p in model.named_parameters() if any(part in name for part in NO_DECAY)]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-
-
-def split(batch: Batch, rank: int, world: int) -> Batch:
-    return {key: value.chunk(world)[rank] for key, value in batch.items()}
-
-
-def run_engine(rank: int, world: int, stage: int, accumulation: int, clip: float) -> Trace:
-    model = AwkwardMLP()
-    optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
-    settings = config(stage, world, gradient_accumulation_steps=accumulation, gradient_clipping=clip)
-    engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=settings)
-    losses, norms = [], []
-    batches = iter(mlp_batches(STEPS * accumulation, ROWS))
-    for _ in range(STEPS):
-        total = 0.0
-        for position in range(accumulation):
-            # The flag differs between ranks: only rank 0 uses `sometimes`, and only in the first micro-batch.
-            flag = rank == 0 and position == 0
-            loss = engine(**split(next(batches), rank, world), flag=flag)
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / accumulation
-        losses.append(total)
-        norm = engine.get_global_grad_norm()
-        assert norm is not None
-        norms.append(norm)
-    return Trace(losses, norms, weights_of(engine))
-
-
-@functools.cache
-def reference(world: int, accumulation: int, clip: float) -> Trace:
-    """The same mathematics in one process: every rank's part of the batch is a micro-batch."""
-    batches = iter(mlp_batches(STEPS * accumulation, ROWS))
-    steps: list[list[Batch]] = []
-    for _ in range(STEPS):
-        parts: list[Batch] = []
-        for position in range(accumulation):
-            batch = next(batches)
-            for rank in range(world):
-                parts.append({**split(batch, rank, world), "flag": torch.tensor(rank == 0 and position == 0)})
-        steps.append(parts)
-    recipe = Recipe(learning_rate=1e-2, weight_decay=0.1, no_decay=NO_DECAY, clip_norm=clip)
-    return train(AwkwardMLP(), steps, recipe)
 
 
 def run_every_way(rank: int, world: int, stage: int) -> list[Trace]:
     """One engine after the other."""
-    return [run_engine(rank, world, stage, accumulation, clip) for accumulation, clip in WAYS]
+    traces = []
+    for accumulation, clip in WAYS:
+        model = AwkwardMLP()
+        settings = config(stage, world, gradient_accumulation_steps=accumulation, gradient_clipping=clip)
+        engine, _, _, _ = initialize(model=model, optimizer=adamw(model), config=settings)
+        traces.append(train(engine, rank, world, mlp_batches(STEPS * accumulation, ROWS), accumulation))
+    return traces
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_same_losses_norms_and_weights_as_plain_pytorch(world: int) -> None:
+    untouched = AwkwardMLP().state_dict()["lonely"]
     for stage, by_rank in enumerate(run_each(run_every_way, world, [(world, stage) for stage in range(4)])):
-        check_every_way(stage, world, by_rank)
-
-
-def check_every_way(stage: int, world: int, by_rank: list[list[Trace]]) -> None:
-    for (accumulation, clip), traces in zip(WAYS, zip(*by_rank, strict=True), strict=True):
-        expected, way = reference(world, accumulation, clip), f"stage {stage}, accumulation {accumulation}, clip {clip}"
-        mean_losses = [sum(values) / world for values in zip(*(trace.losses for trace in traces), strict=True)]
-        assert_same_numbers(mean_losses, expected.losses, 1e-5, f"loss ({way})")
-        for trace in traces:
-            assert_same_numbers(trace.norms, expected.norms, 1e-5, f"norm ({way})")
-            assert_same_weights(trace.weights, expected.weights, 1e-5)
-        untouched = AwkwardMLP().state_dict()
-        assert torch.equal(traces[0].weights["lonely"], untouched["lonely"]), (
-            "no gradient anywhere: no update, no decay"
-        )
+        for (accumulation, clip), traces in zip(WAYS, zip(*by_rank, strict=True), strict=True):
+            what = f"stage {stage}, accumulation {accumulation}, clip {clip}"
+            assert_same(traces, reference(world, accumulation, clip, STEPS), 1e-5, what)
+            assert torch.equal(traces[0].weights["lonely"], untouched), "no gradient anywhere: no update, no decay"
 
 
 OTHERS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +16,9 @@ from hf_zero.comm import ledger
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.kernels.message import message_bytes
 from hf_zero.layout.traffic import ModelSizes, Wiring, traffic_of
-from tests.support.in_process import InProcessWorld, engines_in
-from tests.support.ranks import run_ranks
+from tests.support.in_process import InProcessWorld, run_engines
+from tests.support.ranks import run_each, run_ranks
+from tests.support.traffic import payloads
 
 WORLD = 2
 WIDTH, DEPTH, ROWS = 96, 3, 8
@@ -82,7 +82,6 @@ def shards(engine: Any) -> list[Tensor]:
 
 def test_losses_stay_near_and_weights_are_the_same_everywhere() -> None:
     """Forward uses the same weights on all ranks: those of the shards, rounded; the shards are updated exactly."""
-    found = {}
 
     def body(rank: int, make: Any, zero: dict[str, Any]) -> tuple[list[float], Tensor, bool]:
         engine = make(model=Stack(), config=config_for(zero))[0]
@@ -93,10 +92,7 @@ def test_losses_stay_near_and_weights_are_the_same_everywhere() -> None:
         with GatheredParameters([layer.weight]):
             return losses, seen[0], torch.equal(seen[0], layer.weight)
 
-    for name, zero in {"plain": {}, **KINDS}.items():
-        world = InProcessWorld(WORLD)
-        with engines_in(world) as make:
-            found[name] = world.run(partial(body, make=make, zero=zero))
+    found = {name: run_engines(InProcessWorld(WORLD), body, zero=zero) for name, zero in {"plain": {}, **KINDS}.items()}
     for name, ranks in found.items():
         assert torch.equal(ranks[0][1], ranks[1][1]), name
         assert all(is_exact == (name not in ("qwZ", "all")) for _, _, is_exact in ranks), name
@@ -110,34 +106,31 @@ def run_traffic(rank: int, zero: dict[str, Any]) -> dict[str, int]:
     train(engine, rank, range(1))
     ledger.reset()
     train(engine, rank, range(1, 2))
-    return {f"{phase} {name}": t.num_bytes for (phase, name), t in ledger.tallies.items() if phase != "control"}
+    return payloads()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_bytes_are_those_of_the_messages(name: str) -> None:
+def test_bytes_are_those_of_the_messages() -> None:
     """Rows of a layer have LAYER / world elements, without padding."""
-    rounded, plain = (message_bytes(LAYER // WORLD, bits) * WORLD for bits in (8, 4)), 2 * LAYER
-    in_8, in_4 = rounded
-    gathered = in_8 if "qwZ" in name or name == "all" else plain
-    for seen in run_ranks(run_traffic, WORLD, KINDS[name]):
+    (in_8, in_4), plain = (message_bytes(LAYER // WORLD, bits) * WORLD for bits in (8, 4)), 2 * LAYER
+    for name, ranks in zip(KINDS, run_each(run_traffic, WORLD, [(zero,) for zero in KINDS.values()]), strict=True):
+        gathered, bits = in_8 if name in ("qwZ", "all") else plain, None if name == "qwZ" else 4
         expected = {"forward all_gather": gathered * DEPTH, "backward all_gather": gathered * (DEPTH - 1)}
-        if name == "qwZ":
+        if bits is None:
             expected["backward reduce_scatter"] = plain * DEPTH
         else:
             expected["backward all_to_all"] = in_4 * DEPTH
-        assert seen == expected
         sizes = ModelSizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
-        bits = None if name == "qwZ" else 4
         wiring = Wiring(ranks=WORLD, per_host=WORLD, quantized_weights=gathered == in_8, gradient_bits=bits)
         on_paper = {f"{each.phase} {each.operation}": each.payload for each in traffic_of(sizes, wiring)}
-        assert on_paper == pytest.approx(seen, rel=0.01)
+        for seen in ranks:
+            assert seen == expected, name
+            assert on_paper == pytest.approx(seen, rel=0.01), name
 
 
 def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
     """The base model of LoRA: its shards take half of bf16's bytes, stay bitwise the same, and are writable."""
-    world = InProcessWorld(WORLD)
 
-    def body(rank: int) -> None:
+    def body(rank: int, make: Any) -> None:
         zero = {"zero_quantized_nontrainable_weights": True}
         engine = make(model=Stack(frozen=2), config=config_for(zero, bf16={"enabled": True}))[0]
         parts = [unit.parts[0] for unit in engine.module_view.store.units]
@@ -157,15 +150,13 @@ def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
         assert (len(changed) > 0) == (rank == 0)
         assert not changed or max(changed) // 128 == min(changed) // 128
 
-    with engines_in(world) as make:
-        world.run(body)
+    run_engines(InProcessWorld(WORLD), body)
 
 
 def test_a_write_into_what_inference_keeps_is_carried_over_alone() -> None:
     """Elements that the user has not written stay exact, although gathered weights are rounded."""
-    world = InProcessWorld(WORLD)
 
-    def body(rank: int) -> None:
+    def body(rank: int, make: Any) -> None:
         zero = {**WEIGHTS, "stage3_max_reuse_distance": 10**9}
         engine = make(model=Stack(), config=config_for(zero))[0]
         before = shards(engine)
@@ -182,8 +173,7 @@ def test_a_write_into_what_inference_keeps_is_carried_over_alone() -> None:
         learned = 2e-2  # AdamW's first step moves every element by its learning rate
         assert (now[0] - before[0]).abs().gt(learned).sum().item() == (1 if rank == 0 else 0)
 
-    with engines_in(world) as make:
-        world.run(body)
+    run_engines(InProcessWorld(WORLD), body)
 
 
 def run_resume(rank: int, zero: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
@@ -207,9 +197,8 @@ def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 def test_errors_are_dropped_with_a_skipped_step() -> None:
     """In fp16 a step that overflows is not applied, so its error feedback must be dropped."""
-    world = InProcessWorld(WORLD)
 
-    def body(rank: int) -> None:
+    def body(rank: int, make: Any) -> None:
         fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
         engine = make(model=Stack(), config=config_for(LOCO, fp16=fp16))[0]
         train(engine, rank, range(1))
@@ -222,8 +211,7 @@ def test_errors_are_dropped_with_a_skipped_step() -> None:
         assert engine.skipped_steps == 1
         assert not any(bool(wire.errors[0].any()) or wire.num_reduced for wire in wires)
 
-    with engines_in(world) as make:
-        world.run(body)
+    run_engines(InProcessWorld(WORLD), body)
 
 
 def run_on_two_hosts(rank: int, zero: dict[str, Any], accumulation: int) -> tuple[list[float], dict[str, int]]:
@@ -233,16 +221,14 @@ def run_on_two_hosts(rank: int, zero: dict[str, Any], accumulation: int) -> tupl
         losses = train(engine, rank, range(3 * accumulation))
         ledger.reset()
         losses += train(engine, rank, range(3 * accumulation, 4 * accumulation))
-    return losses, {f"{phase} {name}": t.num_bytes for (phase, name), t in ledger.tallies.items() if phase != "control"}
+    return losses, payloads()
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("all", 2)])
-def test_two_hosts_exchange_sums(name: str, accumulation: int) -> None:
+def test_two_hosts_exchange_sums() -> None:
     """Four ranks on two hosts exchange the sums of hosts, half of what ranks of a host exchange among themselves. No
     rank waits for another that waits for a gather."""
-    found = run_ranks(run_on_two_hosts, 4, KINDS[name], accumulation)
-    plain = run_ranks(run_on_two_hosts, 4, {}, accumulation)
-    row = message_bytes(LAYER // 4, 4)
+    accumulation, row = 2, message_bytes(LAYER // 4, 4)
+    found, plain = run_each(run_on_two_hosts, 4, [(KINDS["all"], accumulation), ({}, accumulation)])
     for (losses, seen), (expected, _) in zip(found, plain, strict=True):
         assert losses == pytest.approx(expected, rel=0.05)
         assert seen["backward all_to_all"] == row * (4 + 2) * DEPTH * accumulation

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zero.comm import ledger
 from tests.support.ranks import run_ranks
 from tests.support.simulation import META, live_bytes, simulated_world
+from tests.support.traffic import calls_and_bytes
 
 pytestmark = pytest.mark.lengthy
 
@@ -106,7 +107,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
             model.model.layers[layer].mlp.register_forward_hook(_note(found, layer, before))
         ledger.reset()
         train_step(engine)
-        found.traffic = {f"{phase} {name}": (t.calls, t.num_bytes) for (phase, name), t in ledger.tallies.items()}
+        found.traffic = calls_and_bytes()
         found.resting = live_bytes() - before - idle_buffers(engine)
         yield found
         engine.destroy()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from hf_zero.kernels.message import message_bytes
 from hf_zero.layout.traffic import ModelSizes, Wiring, across_bytes, traffic_of
 from tests.step.test_hybrid_sharding import on_two_hosts
 from tests.step.test_quantized_wire import DEPTH, KINDS, LAYER, WEIGHTS, WIDTH, Stack, batch, config_for, train
-from tests.support.in_process import InProcessWorld, engines_in
+from tests.support.in_process import InProcessWorld, run_engines
 from tests.support.ranks import run_ranks
+from tests.support.traffic import assert_as_on_paper, by_place
 
 pytestmark = pytest.mark.lengthy
 
@@ -39,9 +39,7 @@ def whole(engine: Any) -> list[Tensor]:
     return found
 
 
-def trained(
-    rank: int, make: Any, zero: dict[str, Any], frozen: int = 0, **more: Any
-) -> tuple[list[float], list[Tensor]]:
+def trained(rank: int, make: Any, zero: dict[str, Any], frozen: int = 0, **more: Any) -> Outcome:
     """Steps of two micro-batches, with an evaluation in between."""
     config = config_for(zero, gradient_accumulation_steps=2, gradient_clipping=0.5, **more)
     engine = make(model=Stack(frozen), config=config)[0]
@@ -53,6 +51,22 @@ def trained(
     engine.train()
     losses += train(engine, rank, range(3, 6))
     return losses, whole(engine)
+
+
+Outcome = tuple[list[float], list[Tensor]]  # losses, weights
+
+
+def with_seconds(
+    body: Callable[..., Outcome], zero: dict[str, Any], second: dict[str, Any], hosts: Hosts = TWO_HOSTS, **more: Any
+) -> list[Outcome]:
+    """`body` on every rank of `hosts`, with secondary shards by the keys `second`."""
+    return run_engines(InProcessWorld(len(hosts.of_rank), hosts=hosts), body, zero={**zero, **second}, **more)
+
+
+def assert_same(ranks: list[Outcome], expected: list[Outcome]) -> None:
+    for (losses, weights), (known_losses, known) in zip(ranks, expected, strict=True):
+        assert losses == known_losses
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, known, strict=True))
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -76,17 +90,11 @@ QUICK = ("prefetching in bf16", "all in bf16", "frozen in int8", "offload")
 )
 def test_the_numbers_are_those_without_second_shards(name: str) -> None:
     zero, more = CASES[name]
-    found = []
-    for second in ({}, HPZ):
-        world = InProcessWorld(WORLD, hosts=TWO_HOSTS)
-        with engines_in(world) as make:
-            found.append(world.run(partial(trained, make=make, zero={**zero, **second}, **more)))
-    for (losses, weights), (expected, plain) in zip(*found, strict=True):
-        assert losses == expected
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    plain, second = (with_seconds(trained, zero, each, **more) for each in ({}, HPZ))
+    assert_same(second, plain)
 
 
-def edited(rank: int, make: Any, zero: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+def edited(rank: int, make: Any, zero: dict[str, Any]) -> Outcome:
     """All ways to write weights between updates, each followed by a forward that uses them."""
     engine = make(model=Stack(frozen=1), config=config_for(zero, bf16={"enabled": True}))[0]
     frozen, first, second = engine.module.layers
@@ -120,21 +128,15 @@ KEEPS = {"stage3_max_reuse_distance": 10**9}
 
 @pytest.mark.parametrize("zero", [KEEPS, {**KEEPS, **WEIGHTS, **STORED}, {**KEEPS, "offload_param": {"device": "cpu"}}])
 def test_what_is_written_between_updates_reaches_second_shards(zero: dict[str, Any]) -> None:
-    found = []
-    for second in ({}, HPZ):
-        world = InProcessWorld(WORLD, hosts=TWO_HOSTS)
-        with engines_in(world) as make:
-            found.append(world.run(partial(edited, make=make, zero={**zero, **second})))
-    for (losses, weights), (expected, plain) in zip(*found, strict=True):
-        assert losses == expected and len(set(losses)) == len(losses)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    plain, second = (with_seconds(edited, zero, each) for each in ({}, HPZ))
+    assert_same(second, plain)
+    assert all(len(set(losses)) == len(losses) for losses, _ in plain), "each write changes the loss"
 
 
 def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
     """A rank keeps half of a unit, in int8 if so configured; copies of a row are bitwise equal."""
-    world = InProcessWorld(WORLD, hosts=TWO_HOSTS)
 
-    def body(rank: int) -> list[Tensor]:
+    def body(rank: int, make: Any) -> list[Tensor]:
         engine = make(model=Stack(frozen=1), config=config_for({**HPZ, **STORED}, bf16={"enabled": True}))[0]
         train(engine, rank, range(2))
         stored, *parts = (unit.parts[0] for unit in engine.module_view.store.units)
@@ -145,8 +147,7 @@ def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
             assert torch.equal(part.kept.view(), part.stored.view().chunk(2)[rank // 2])
         return [part.stored.view().clone() for part in (stored, *parts)]
 
-    with engines_in(world) as make:
-        ranks = world.run(body)
+    ranks = run_engines(InProcessWorld(WORLD, hosts=TWO_HOSTS), body)
     for rank in (0, 1):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ranks[rank], ranks[rank + 2], strict=True))
 
@@ -154,16 +155,13 @@ def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
 @pytest.mark.slow  # runs by default on four ranks in tests/mesh/test_combinations.py
 def test_second_shards_within_a_shard_group_that_spans_hosts() -> None:
     """Hybrid sharding over two hosts each, and hpZ within one host; MiCS has its own name for that."""
-    found = []
-    for second in ({}, HPZ, {"mics_hierarchical_params_gather": True}):
-        world = InProcessWorld(8, hosts=Hosts((0, 0, 1, 1, 2, 2, 3, 3)))
-        with engines_in(world) as make:
-            own = {"hf_zero": {"shard_group": 4}}
-            found.append(world.run(partial(trained, make=make, zero=second, **own)))
-    for others in found[1:]:
-        for (losses, weights), (expected, plain) in zip(others, found[0], strict=True):
-            assert losses == expected
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    hosts, groups = Hosts((0, 0, 1, 1, 2, 2, 3, 3)), {"hf_zero": {"shard_group": 4}}
+    plain, *others = (
+        with_seconds(trained, {}, second, hosts, **groups)
+        for second in ({}, HPZ, {"mics_hierarchical_params_gather": True})
+    )
+    for found in others:
+        assert_same(found, plain)
 
 
 WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
@@ -173,7 +171,7 @@ WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
-def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int, int, int]]], list[Tensor]]:
+def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, dict[str, int]]], list[Tensor]]:
     """On hosts without shared memory: the bytes sent, and a training saved with secondary shards and loaded without,
     and vice versa."""
     counted = []
@@ -184,9 +182,7 @@ def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int,
             train(engine, rank, range(4))
             ledger.reset()
             train(engine, rank, range(4, 6))
-            tallies = ledger.tallies.items()
-            of_data = [(f"{phase} {name}", tally) for (phase, name), tally in tallies if phase != "control"]
-            counted.append({name: (tally.num_bytes, tally.within, tally.across) for name, tally in of_data})
+            counted.append(by_place())
             engine.destroy()
         weights: list[Tensor] = []
         for first, then in (({}, {}), (HPZ, {}), ({}, HPZ), (HPZ, HPZ)):
@@ -211,9 +207,5 @@ def test_between_hosts(tmp_path: Path) -> None:
         for seen, (_, wiring, crossing) in zip(counted, WIRES, strict=True):
             sizes = ModelSizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, second_shard=SIZE, accumulation=2, **wiring))
-            for number, of in enumerate(("payload", "within", "across")):
-                found: Counter[str] = Counter()
-                for each in on_paper:
-                    found[f"{each.phase} {each.operation}"] += getattr(each, of)
-                assert {name: sent[number] for name, sent in seen.items()} == pytest.approx(found, rel=0.01)
+            assert_as_on_paper(seen, on_paper)
             assert across_bytes(on_paper) / (sizes.gathered * 2 // 2) == pytest.approx(crossing, rel=0.01)

@@ -16,7 +16,8 @@ from hf_zero.comm import ledger
 from tests.step.test_traffic_and_memory import CONTROL, DEPTH, NUM_PARAMETERS, ROWS, SMALL_BYTES, WIDTH
 from tests.support.late import VARIABLE
 from tests.support.memory import kept_bytes, live_bytes, most_allocated, profiled_memory, shared_blocks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
+from tests.support.traffic import calls_and_bytes
 
 LAYER_NUMEL = NUM_PARAMETERS // DEPTH
 BYTES = 2 * NUM_PARAMETERS
@@ -54,10 +55,6 @@ def micro_step(engine: Any) -> None:
     engine.step()
 
 
-def counted() -> dict[str, tuple[int, int]]:
-    return {f"{phase} {name}": (tally.calls, tally.num_bytes) for (phase, name), tally in ledger.tallies.items()}
-
-
 def run_traffic(rank: int, settings: dict[str, Any], accumulation: int) -> dict[str, tuple[int, int]]:
     engine = engine_for(settings, accumulation)
     for _ in range(accumulation):
@@ -65,7 +62,7 @@ def run_traffic(rank: int, settings: dict[str, Any], accumulation: int) -> dict[
     ledger.reset()
     for _ in range(accumulation):
         micro_step(engine)
-    return counted()
+    return calls_and_bytes()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -81,30 +78,23 @@ def test_two_gathers_and_one_reduction_per_unit(world: int, accumulation: int) -
         }
 
 
-def test_units_within_the_reuse_distance_are_gathered_once() -> None:
-    settings = {**EVERYTHING_RELEASED, "stage3_max_reuse_distance": 2 * 2 * LAYER_NUMEL}  # two layers, there and back
-    for seen in run_ranks(run_traffic, 2, settings, 1):
+def test_what_stays_gathered_is_not_gathered_again() -> None:
+    persistent = {**EVERYTHING_RELEASED, "stage3_param_persistence_threshold": WIDTH}
+    settings = [
+        {**EVERYTHING_RELEASED, "stage3_max_reuse_distance": 2 * 2 * LAYER_NUMEL},  # two layers, there and back
+        persistent,
+        {**persistent, "stage3_model_persistence_threshold": 3 * WIDTH},
+    ]
+    reusing, biases, few = run_each(run_traffic, 2, [(each, 1) for each in settings])
+    for seen in reusing:
         assert seen["forward all_gather"][0] == DEPTH
-        assert seen["backward all_gather"][0] == DEPTH - 3
-
-
-def test_persistent_parameters_are_gathered_after_the_step_only() -> None:
-    """Biases stay gathered: one gather of all of them per step, and none around their use."""
-    settings = {**EVERYTHING_RELEASED, "stage3_param_persistence_threshold": WIDTH}
-    for seen in run_ranks(run_traffic, 2, settings, 1):
-        assert seen["step all_gather"] == (1, 2 * WIDTH * DEPTH)
-        assert seen["forward all_gather"] == (DEPTH, 2 * WIDTH * WIDTH * DEPTH)
+        assert seen["backward all_gather"][0] == DEPTH - 3, "units within the reuse distance"
+    for seen in biases:
+        assert seen["step all_gather"] == (1, 2 * WIDTH * DEPTH), "one gather of all persistent parameters per step"
+        assert seen["forward all_gather"] == (DEPTH, 2 * WIDTH * WIDTH * DEPTH), "and none around their use"
         assert seen["backward reduce_scatter"] == (DEPTH + 1, BYTES)
-
-
-def test_the_model_persistence_threshold_bounds_them() -> None:
-    settings = {
-        **EVERYTHING_RELEASED,
-        "stage3_param_persistence_threshold": WIDTH,
-        "stage3_model_persistence_threshold": 3 * WIDTH,
-    }
-    for seen in run_ranks(run_traffic, 2, settings, 1):
-        assert seen["step all_gather"] == (1, 2 * WIDTH * 3)
+    for seen in few:
+        assert seen["step all_gather"] == (1, 2 * WIDTH * 3), "the model's threshold bounds them"
 
 
 def run_evaluation(rank: int, settings: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
@@ -114,24 +104,21 @@ def run_evaluation(rank: int, settings: dict[str, Any]) -> list[dict[str, tuple[
         for _ in range(2):
             ledger.reset()
             engine(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
-            seen.append(counted())
+            seen.append(calls_and_bytes())
     ledger.reset()
     micro_step(engine)
-    return [*seen, counted()]
+    return [*seen, calls_and_bytes()]
 
 
 def test_forwards_without_gradients_gather_once_while_it_fits() -> None:
     """Generation gathered the whole model for every token."""
-    first, second, training = run_ranks(run_evaluation, 2, EVERYTHING_RELEASED)[0]
+    limited = {**EVERYTHING_RELEASED, "stage3_max_live_parameters": 3 * LAYER_NUMEL}
+    [fits, _], [does_not, _] = run_each(run_evaluation, 2, [(EVERYTHING_RELEASED,), (limited,)])
+    first, second, training = fits
     assert first == {"forward all_gather": (DEPTH, BYTES)}
     assert second == {}
-    assert training["forward all_gather"] == (DEPTH, BYTES)  # units kept for inference are released
-
-
-def test_max_live_parameters_bounds_what_inference_keeps() -> None:
-    settings = {**EVERYTHING_RELEASED, "stage3_max_live_parameters": 3 * LAYER_NUMEL}
-    _, second, _ = run_ranks(run_evaluation, 2, settings)[0]
-    assert second == {"forward all_gather": (DEPTH - 3, BYTES * (DEPTH - 3) // DEPTH)}
+    assert training["forward all_gather"] == (DEPTH, BYTES), "units kept for inference are released"
+    assert does_not[1] == {"forward all_gather": (DEPTH - 3, BYTES * (DEPTH - 3) // DEPTH)}
 
 
 @dataclass(frozen=True)
@@ -190,30 +177,20 @@ def test_a_rank_holds_its_shards_and_within_a_step_two_units(world: int) -> None
             assert step.peak <= 1.03 * (shards + units + rows + activations + scratch) + SMALL_BYTES, step
 
 
-def run_first_step(rank: int) -> int:
-    engine = engine_for(EVERYTHING_RELEASED)
-    micro_step(engine)
-    return kept_bytes()
-
-
-def test_the_first_step_takes_no_more() -> None:
-    """Before ranks knew that they all do the same, none waited for another: buffers held all gradients."""
-    for kept in run_ranks(run_first_step, 2):
-        assert kept <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
-
-
 def run_flat(rank: int, num_steps: int) -> list[tuple[int, int]]:
     engine = engine_for(EVERYTHING_RELEASED)
     levels = []
     for step in range(1, num_steps + 1):
         micro_step(engine)
-        if step % (num_steps // 4) == 0:
+        if step == 1 or step % (num_steps // 4) == 0:
             levels.append((live_bytes(shared_blocks()), kept_bytes()))
     return levels
 
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_many_steps(num_steps: int) -> None:
+    """From the first one on. Before ranks knew that they all do the same, none waited for another: buffers held all
+    gradients."""
     for levels in run_ranks(run_flat, 2, num_steps):
         assert len({live for live, _ in levels}) == 1
         assert max(kept for _, kept in levels) <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES

@@ -14,6 +14,7 @@ from hf_zero import initialize
 from hf_zero.comm import ledger
 from tests.support.memory import kept_bytes, live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
+from tests.support.traffic import calls_and_bytes
 
 WIDTH, DEPTH = 256, 8
 BUCKET_NUMEL = 2 * (WIDTH * WIDTH + WIDTH)  # two layers
@@ -55,13 +56,9 @@ def run_traffic(rank: int, accumulations: tuple[int, ...], stages: tuple[int, ..
         ledger.reset()
         for _ in range(accumulation):
             micro_step(engine, bf16=True)
-        found.append(counted())
+        found.append(calls_and_bytes())
         engine.destroy()
     return found
-
-
-def counted() -> Counted:
-    return {f"{phase} {name}": (tally.calls, tally.num_bytes) for (phase, name), tally in ledger.tallies.items()}
 
 
 def run_in_fp32(rank: int) -> Counted:
@@ -106,7 +103,7 @@ def run_no_sync(rank: int) -> list[Counted]:
             engine.backward(engine(x).square().mean())
             with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync"):
                 engine.step()
-        found.append(counted())
+        found.append(calls_and_bytes())
         engine.backward(engine(x).square().mean())
         engine.step()
         engine.destroy()
@@ -126,11 +123,11 @@ def run_nested(rank: int) -> None:
         with engine.no_sync():
             engine.backward(engine(x).square().mean())
         engine.backward(engine(x).square().mean())
-        assert counted() == {}
+        assert calls_and_bytes() == {}
         with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync"):
             engine.step()
     engine.backward(engine(x).square().mean())
-    assert counted() == {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}
+    assert calls_and_bytes() == {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}
     engine.step()
     engine.destroy()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,14 +17,16 @@ from tests.step.test_hybrid_sharding import (
     WORLD,
     engine_with,
     expected,
-    in_threads,
     on_two_hosts,
+    threads_on,
     trained,
 )
-from tests.step.test_parity import ROWS
+from tests.step.training import ROWS
+from tests.support.in_process import run_engines
 from tests.support.models import mlp_batches
 from tests.support.ranks import run_ranks
 from tests.support.reference import Trace, assert_same_numbers, assert_same_weights
+from tests.support.traffic import assert_as_on_paper, by_place
 
 STEPS = 4
 
@@ -42,7 +43,7 @@ def run_stages(rank: int, make: Any) -> list[Trace]:
 
 def test_every_stage_trains_as_plain_pytorch() -> None:
     reference = expected(2, CLIP, STEPS)
-    ranks = in_threads(2, run_stages)
+    ranks = run_engines(threads_on(2), run_stages)
     for traces in ranks:
         for trace, first in zip(traces, ranks[0], strict=True):
             assert_same_numbers(trace.norms, reference.norms, TOLERANCE, "norms")
@@ -50,7 +51,8 @@ def test_every_stage_trains_as_plain_pytorch() -> None:
             assert all(torch.equal(trace.weights[name], value) for name, value in first.weights.items())
 
 
-def run_between_hosts(rank: int) -> list[tuple[Trace, int, dict[str, tuple[int, int, int]]]]:
+def run_between_hosts(rank: int) -> list[tuple[int, dict[str, dict[str, int]]]]:
+    """(elements of all buckets, bytes of a step) at stages 0 and 2."""
     found = []
     with on_two_hosts(rank):
         for stage in (0, 2):
@@ -58,24 +60,19 @@ def run_between_hosts(rank: int) -> list[tuple[Trace, int, dict[str, tuple[int, 
             batches = mlp_batches(3, ROWS)
             trained(engine, rank, batches[:1])
             ledger.reset()
-            trace = trained(engine, rank, batches[1:2])
-            tallies = {f"{phase} {op}": tally for (phase, op), tally in ledger.tallies.items() if phase != "control"}
+            trained(engine, rank, batches[1:2])
             numel = sum(bucket.numel for bucket in engine.gradients.assembly.store.layout.buckets)
-            found.append((trace, numel, {key: (t.num_bytes, t.within, t.across) for key, t in tallies.items()}))
+            found.append((numel, by_place()))
             engine.destroy()
     return found
 
 
 def test_bytes_between_hosts() -> None:
     for found in run_ranks(run_between_hosts, WORLD):
-        for stage, (_, numel, seen) in zip((0, 2), found, strict=True):
+        for stage, (numel, seen) in zip((0, 2), found, strict=True):
             sizes = ModelSizes(gathered=numel, trained=numel, weight_bytes=4, gradient_bytes=4)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage, hops=2))
             direct = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage))
-            for number, of in enumerate(("payload", "within", "across")):
-                counted: Counter[str] = Counter()
-                for each in on_paper:
-                    counted[f"{each.phase} {each.operation}"] += getattr(each, of)
-                assert {name: sent[number] for name, sent in seen.items()} == pytest.approx(counted, rel=0.01, abs=8)
+            assert_as_on_paper(seen, on_paper, rounding=8)
             crossing = sum(each.across for each in on_paper)
             assert crossing == pytest.approx(sum(each.across for each in direct) / 2, rel=0.01)

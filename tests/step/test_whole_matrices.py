@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from hf_zero.optim.adafactor import AdafactorUpdater
 from hf_zero.optim.traits import keepers
 from hf_zero.optim.updater import Spread, WholeStepUpdater
 from tests.optim.test_adafactor import OPTIONS
-from tests.step.test_parity import ROWS, config, groups_of, split
+from tests.step.training import ROWS, config, groups_of, split
 from tests.support.models import AwkwardMLP, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 STEPS = 4
 
@@ -97,10 +98,9 @@ def run_traffic(rank: int, stage: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_small_sums_per_step(stage: int) -> None:
+def test_two_small_sums_per_step() -> None:
     """They sum rows and columns of partitioned matrices, and one number per parameter, for any number of parameters."""
-    for (calls, num_bytes), (their_calls, their_bytes) in run_ranks(run_traffic, 2, stage):
+    for (calls, num_bytes), (their_calls, their_bytes) in chain(*run_each(run_traffic, 2, [(1,), (3,)])):
         assert their_calls == calls + 2
         # Both halves of a matrix have all of its columns; a partition boundary is within one row at most.
         assert their_bytes - num_bytes <= 4 * (2 * 4 + 64 + 50 + 2)
@@ -130,10 +130,9 @@ def run_offloaded(rank: int, device: str, folder: str) -> tuple[list[float], lis
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offload_changes_nothing(device: str, tmp_path: Path) -> None:
-    for at_hand, offloaded in run_ranks(run_offloaded, 2, device, str(tmp_path)):
-        assert at_hand == offloaded
+def test_offload_changes_nothing(tmp_path: Path) -> None:
+    for device in run_each(run_offloaded, 2, [("cpu", str(tmp_path)), ("nvme", str(tmp_path))]):
+        assert all(at_hand == offloaded for at_hand, offloaded in device)
 
 
 @pytest.mark.parametrize(("kind", "lacks"), [("LBFGS", "a closure"), ("SparseAdam", "sparse gradients")])

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_zero import initialize
 from hf_zero.api.zero_init import Init
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -48,9 +48,8 @@ def test_a_model_born_in_shards_has_its_values() -> None:
         loss.backward()
         steps.step()
         steps.zero_grad()
-    [(trained_losses, trained)] = run_ranks(run_one, 1, True)
+    [(trained_losses, trained)], [(forward_losses, weights)] = run_each(run_one, 1, [(True,), (False,)])
     torch.testing.assert_close(trained_losses, losses)
     torch.testing.assert_close(trained, dict(model.state_dict()))
-    [(forward_losses, weights)] = run_ranks(run_one, 1, False)
     torch.testing.assert_close(forward_losses, losses[:1] * 3)
     torch.testing.assert_close(weights, expected)

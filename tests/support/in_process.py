@@ -511,6 +511,12 @@ class _PerRank:
         return getattr(self._kept[self._world.rank], name)
 
 
+def run_engines(world: InProcessWorld, body: Callable[..., T], *given: Any, **more: Any) -> list[T]:
+    """`body(rank, *given, make=initialize, **more)` on every rank of `world`; the values in rank order."""
+    with engines_in(world) as make:
+        return world.run(lambda rank: body(rank, *given, make=make, **more))
+
+
 @contextmanager
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Inside, engines that the ranks of `world` create belong to it; yields `initialize`, as a rank calls it."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]:
-    """Collects the messages of hf_zero's logger, and its records if a list for them is given."""
+def heard(records: list[logging.LogRecord] | None = None, *, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """Collects the messages of hf_zero's logger, from a level on, and its records if a list for them is given."""
     said: list[str] = []
 
     class Ear(logging.Handler):
@@ -18,7 +18,7 @@ def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]
             if records is not None:
                 records.append(record)
 
-    logger, ear = logging.getLogger("hf_zero"), Ear()
+    logger, ear = logging.getLogger("hf_zero"), Ear(level)
     logger.addHandler(ear)
     try:
         yield said
