@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from hf_zero import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.extra_states import for_file, merged
 from hf_zero.optim.updater import StateSlice
-from tests.checkpoint.training import settings, train
-from tests.support.models import AwkwardMLP
-from tests.support.ranks import run_ranks
+from tests.checkpoint.training import new_engine, train
+from tests.support.ranks import run_each, run_ranks
 
 BF16 = {"bf16": {"enabled": True}}
 WHOLE: dict[str, Any] = {"hf_zero": {"optimizer_sees": "whole_tensors"}}
@@ -72,38 +70,19 @@ KINDS: dict[str, Any] = {
 }
 
 
-def new_engine(kind: str, stage: int, world: int, seed: int = 0, **sections: Any) -> Any:
-    model = AwkwardMLP(seed)
-    model.register_buffer("seen", torch.zeros(3))
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [parameter for _, parameter in reversed(named) if parameter.ndim > 1]
-    groups = [{"params": matrices}, {"params": [parameter for _, parameter in named if parameter.ndim <= 1]}]
-    config = {
-        key: value for key, value in settings(stage, world, **sections).items() if key not in ("optimizer", "scheduler")
-    }
-    return initialize(model=model, optimizer=KINDS[kind](groups), config=config)[0]
-
-
 def run_saving(rank: int, world: int, kind: str, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
     """Three steps, a checkpoint, three more steps; returns the losses of the latter."""
-    engine = new_engine(kind, stage, world, **sections)
+    engine = new_engine(stage, world, make=KINDS[kind], **sections)
     train(engine, rank, world, range(3))
     engine.save_checkpoint(root)
     return train(engine, rank, world, range(3, 6))
-
-
-def run_saving_all(
-    rank: int, world: int, kind: str, roots: dict[int, str], sections: dict[str, Any]
-) -> dict[int, list[float]]:
-    """The same at several stages, one after the other."""
-    return {stage: run_saving(rank, world, kind, stage, root, sections) for stage, root in roots.items()}
 
 
 def run_resumed(rank: int, world: int, kind: str, places: list[tuple[str, int, dict[str, Any]]]) -> list[list[float]]:
     """The losses after resuming from each (root, stage, sections) with this world size."""
     found = []
     for root, stage, sections in places:
-        engine = new_engine(kind, stage, world, seed=9, **sections)
+        engine = new_engine(stage, world, make=KINDS[kind], seed=9, **sections)
         train(engine, rank, world, range(20, 21))
         engine.load_checkpoint(root)
         found.append(train(engine, rank, world, range(3, 6)))
@@ -121,7 +100,8 @@ def test_any_number_of_ranks_and_any_stage_continues(kind: str, runs_all: bool, 
     sections = SECTIONS.get(kind, {})
     pairs = [(0, 1), (0, 3), (1, 0), (2, 3), (3, 1), (3, 3), (1, 2)][:: 1 if runs_all else 2]
     roots = {stage: str(tmp_path / str(stage)) for stage in {source for source, _ in pairs}}
-    expected = run_ranks(run_saving_all, 2, 2, kind, roots, sections)[0]
+    saves = [(2, kind, stage, root, sections) for stage, root in roots.items()]
+    expected = {stage: ranks[0] for stage, ranks in zip(roots, run_each(run_saving, 2, saves), strict=True)}
     places = [(roots[source], target, sections) for source, target in pairs]
     for world in (1, 2, 3):
         found = run_ranks(run_resumed, world, world, kind, places)[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
@@ -25,15 +27,37 @@ def settings(stage: int, world: int, **sections: Any) -> dict[str, Any]:
     }
 
 
-def new_engine(stage: int, world: int, *, seed: int = 0, **sections: Any) -> ZeroEngine:
-    """Two param groups in a different order than the model's; a frozen layer, a tied pair, a scalar, a buffer."""
+def new_engine(
+    stage: int,
+    world: int,
+    *,
+    seed: int = 0,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer | None] | None = None,
+    **sections: Any,
+) -> ZeroEngine:
+    """Two param groups in a different order than the model's; a frozen layer, a tied pair, a scalar, a buffer.
+
+    `make`: makes the optimizer of these groups, or none; default: that of the config.
+    """
     model = AwkwardMLP(seed)
     model.register_buffer("seen", torch.zeros(3))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [parameter for _, parameter in reversed(named) if parameter.ndim > 1]
     others = [parameter for _, parameter in named if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return initialize(model=model, model_parameters=groups, config=settings(stage, world, **sections))[0]
+    config = settings(stage, world, **sections)
+    if make is None:
+        return initialize(model=model, model_parameters=groups, config=config)[0]
+    config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    return initialize(model=model, optimizer=make(groups), config=config)[0]
+
+
+def weights_of(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def train(engine: ZeroEngine, rank: int, world: int, steps: range) -> list[float]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_zero import initialize
+from hf_zero.offload.placement import Departures
+from hf_zero.optim.adam8 import AdamW8bit
 from tests.support.models import AwkwardMLP, mlp_batches
 
 ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 # Small models are below every threshold: with the defaults nothing of them would be sharded.
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+EIGHT_BITS: tuple[Any, dict[str, Any]] = (AdamW8bit, {"lr": 1e-2})
+WHOLE_BLOCKS = {"sub_group_size": 256}  # with sub-groups of other sizes, states of 8 bits have other blocks
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,14 @@ class Run:
     def __str__(self) -> str:
         name = "" if self.optimizer is None else f"-{self.optimizer[0].__name__}"
         return f"stage{self.stage}-{'bf16' if self.bf16 else 'fp32'}-{self.accumulation}-{self.clip}{name}"
+
+    def in_folder(self, folder: Path) -> Run:
+        """The same, on a drive that is this folder."""
+        zero = {
+            key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and "nvme_path" in value else value
+            for key, value in self.zero.items()
+        }
+        return replace(self, zero=zero)
 
     def config(self, world: int) -> dict[str, Any]:
         zero = {"stage": self.stage, "reduce_bucket_size": 150, **(SHARDED if self.stage == 3 else {}), **self.zero}
@@ -73,6 +89,12 @@ def train(engine: Any, run: Run, rank: int, world: int, *, first: int = 0, steps
         if engine.micro_steps % run.accumulation == 0:
             numbers.append(engine.get_global_grad_norm())
     return numbers
+
+
+def waits_for_gradients() -> set[str]:
+    """How the trace of the late device names the host's waits for gradients on their way to host memory."""
+    lines, first = inspect.getsourcelines(Departures._wait_for_first)
+    return {f"placement.py:{line} waits" for line in range(first, first + len(lines))}
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, weights_of
+from tests.offload.offload_runs import EIGHT_BITS, WHOLE_BLOCKS, Run, assert_same_bits, engine_for, train, weights_of
 from tests.offload.test_offload import CPU, on_drive
 from tests.support.ranks import run_each
 
@@ -29,15 +30,21 @@ def load_and_train(rank: int, world: int, run: Run, folder: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "bf16"), [(1, 1, True), (2, 2, False), (3, 1, True)], ids=["stage1", "stage2", "stage3"]
+    "plain",
+    [
+        Run(1, clip=0.05),
+        Run(2, bf16=False, accumulation=2, clip=0.05),
+        Run(3, clip=0.05),
+        Run(3, WHOLE_BLOCKS, optimizer=EIGHT_BITS),
+        pytest.param(Run(1, WHOLE_BLOCKS, optimizer=EIGHT_BITS), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_checkpoints_interchange(stage: int, accumulation: int, bf16: bool, tmp_path: Path) -> None:
-    plain = Run(stage, bf16=bf16, accumulation=accumulation, clip=0.05)
+def test_checkpoints_interchange(plain: Run, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    zero: dict[str, Any] = on_drive(drive, parameters=stage == 3)
-    offloaded = Run(stage, zero=zero, bf16=bf16, accumulation=accumulation, clip=0.05)
-    on_host = Run(stage, zero=CPU, bf16=bf16, accumulation=accumulation, clip=0.05)
+    zero: dict[str, Any] = on_drive(drive, parameters=plain.stage == 3)
+    offloaded, on_host = (replace(plain, zero={**place, **plain.zero}) for place in (zero, CPU))
     first, second = str(tmp_path / "plain"), str(tmp_path / "offloaded")
     expected, saved = run_each(train_and_save, 2, [(2, plain, first), (2, offloaded, second)])
     loads = [(2, offloaded, first), (2, plain, second), (2, on_host, second)]

@@ -11,17 +11,19 @@ import torch
 
 from hf_zero import initialize
 from hf_zero.api.zero_init import Init
-from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
+from tests.offload.offload_runs import EIGHT_BITS, WHOLE_BLOCKS, Run, assert_same_bits, train, train_run, weights_of
 from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_each
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
 
 
-def check(run: Run, world: int, offload: dict[str, Any]) -> None:
-    expected, outcomes = run_each(train_run, world, [(world, run), (world, replace(run, zero=offload))])
-    for outcome, wanted in zip(outcomes, expected, strict=True):
-        assert_same_bits(outcome, wanted)
+def check(run: Run, world: int, *offloads: dict[str, Any]) -> None:
+    runs = [run, *(replace(run, zero={**offload, **run.zero}) for offload in offloads)]
+    expected, *others = run_each(train_run, world, [(world, each) for each in runs])
+    for outcomes in others:
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert_same_bits(outcome, wanted)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,9 @@ def check(run: Run, world: int, offload: dict[str, Any]) -> None:
         (Run(3, clip=0.05), 2),
         (Run(3, bf16=False, accumulation=2), 1),
         (Run(2, optimizer=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})), 2),
+        (Run(3, WHOLE_BLOCKS, bf16=False, optimizer=EIGHT_BITS), 2),
+        pytest.param(Run(0, WHOLE_BLOCKS, bf16=False, optimizer=EIGHT_BITS), 2, marks=pytest.mark.slow),
+        pytest.param(Run(2, WHOLE_BLOCKS, optimizer=EIGHT_BITS), 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -47,12 +52,14 @@ NVME_RUNS = [
     (Run(3, clip=0.05, accumulation=2), 2),
     (Run(3, bf16=False), 2),
     (Run(2, optimizer=(torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5})), 2),
+    (Run(3, WHOLE_BLOCKS, bf16=False, optimizer=EIGHT_BITS), 2),
+    pytest.param(Run(2, WHOLE_BLOCKS, optimizer=EIGHT_BITS), 2, marks=pytest.mark.slow),
 ]
 
 
-def on_drive(folder: Any, *, parameters: bool) -> dict[str, Any]:
+def on_drive(folder: Any, *, parameters: bool, ratio: float = 1.0) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(folder)}
-    zero: dict[str, Any] = {"offload_optimizer": {**place, "buffer_count": 5}, "sub_group_size": 64}
+    zero: dict[str, Any] = {"offload_optimizer": {**place, "buffer_count": 5, "ratio": ratio}, "sub_group_size": 64}
     if parameters:
         zero["offload_param"] = {**place, "max_in_cpu": 0}
     return zero
@@ -60,7 +67,8 @@ def on_drive(folder: Any, *, parameters: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("run", "world"), NVME_RUNS, ids=str)
 def test_a_drive_gives_the_same_bits_and_is_left_empty(run: Run, world: int, tmp_path: Any) -> None:
-    check(run, world, on_drive(tmp_path, parameters=run.stage == 3))
+    """Also if a half of the states stays in memory."""
+    check(run, world, *(on_drive(tmp_path, parameters=run.stage == 3, ratio=ratio) for ratio in (1.0, 0.5)))
     assert not list(tmp_path.iterdir())
 
 

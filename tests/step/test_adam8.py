@@ -1,7 +1,12 @@
-"""AdamW with 8-bit states in the engine: every stage and offload target, checkpoints, and memory."""
+"""AdamW with 8-bit states in the engine: training, files and memory.
+
+Other files have it among their cases: tests/checkpoint/test_resume.py, tests/offload/test_offload.py and
+test_checkpoints.py.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,16 +20,12 @@ from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.kernels.dynamic8 import blocks_of, dequantize
 from hf_zero.offload.swap_store import SwappedVector
-from hf_zero.optim.adam8 import Adam8Family, AdamW8bit
-from tests.checkpoint.test_resume import run_resumed, run_uninterrupted
+from hf_zero.optim.adam8 import Adam8Family
+from tests.checkpoint.test_resume import EIGHT, run_uninterrupted
 from tests.checkpoint.training import new_engine, train
-from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train_run
-from tests.offload.offload_runs import train as train_awkward
-from tests.offload.test_offload import CPU, on_drive
-from tests.support.ranks import run_each, run_ranks
+from tests.offload.test_offload import on_drive
+from tests.support.ranks import run_each
 
-EIGHT: dict[str, Any] = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
-WHOLE_BLOCKS = {"sub_group_size": 256}  # sub-groups of other sizes have other blocks
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 NARROW_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
@@ -45,91 +46,6 @@ def test_every_stage_trains_as_with_32_bits(world: int) -> None:
     found = [ranks[0] for ranks in run_each(losses_of, world, [(world, *pair) for pair in pairs])]
     for kind, ours, theirs in zip(kinds[world], found[::2], found[1::2], strict=True):
         assert ours == pytest.approx(theirs, rel=0.05) and ours != theirs, kind
-
-
-@pytest.mark.parametrize(
-    ("stage", "bf16"), [(3, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, False), (2, True)))]
-)
-def test_the_place_of_states_changes_nothing(stage: int, bf16: bool, tmp_path: Path) -> None:
-    optimizer = (AdamW8bit, {"lr": 1e-2})
-    places: list[dict[str, Any]] = [CPU]
-    if stage:
-        places.append(on_drive(tmp_path, parameters=stage == 3))
-    if stage == 3:
-        places.append({"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}})
-    runs = [Run(stage, zero={**zero, **WHOLE_BLOCKS}, bf16=bf16, optimizer=optimizer) for zero in places]
-    plain = Run(stage, bf16=bf16, optimizer=optimizer)
-    expected, *outcomes = run_each(train_run, 2, [(2, run) for run in (plain, *runs)])
-    for outcome in outcomes:
-        for ours, theirs in zip(outcome, expected, strict=True):
-            assert_same_bits(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("stage", "world", "sections"),
-    [
-        pytest.param(0, 2, BF16, id="stage0", marks=pytest.mark.slow),
-        pytest.param(1, 2, {}, id="stage1", marks=pytest.mark.slow),
-        pytest.param(2, 3, BF16, id="stage2", marks=pytest.mark.slow),
-        pytest.param(3, 2, BF16, id="stage3"),
-        pytest.param(3, 1, {}, id="alone", marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_world_continues_to_the_bit(stage: int, world: int, sections: dict[str, Any], tmp_path: Path) -> None:
-    arguments = (world, world, stage, str(tmp_path), {**EIGHT, **sections})
-    expected = run_ranks(run_uninterrupted, *arguments)
-    assert run_ranks(run_resumed, *arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("source", "targets"),
-    [
-        ((2, 2), [(3, 3)]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 2), [(1, 0)]), ((3, 3), [(2, 1)]))),
-    ],
-    ids=str,
-)
-def test_another_world_or_stage_continues_closely(
-    source: tuple[int, int], targets: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    """Blocks are then aligned differently relative to parameters, so that states are rounded once more."""
-    (world, stage), root = source, str(tmp_path)
-    expected = run_ranks(run_uninterrupted, world, world, stage, root, EIGHT)[0]
-    for other_world, other_stage in targets:
-        found = run_ranks(run_resumed, other_world, other_world, other_stage, root, EIGHT)[0]
-        assert found == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3)), 2])
-def test_adam_and_adam_of_8_bits_continue_each_other(stage: int, tmp_path: Path) -> None:
-    """Their states have the same names, and are stored in files as fp32."""
-    cases = [(2, stage, str(tmp_path / str(number)), kind) for number, kind in enumerate((EIGHT, {}))]
-    expected = run_each(run_uninterrupted, 2, cases)
-    swapped = [(*first[:3], second[3]) for first, second in zip(cases, cases[::-1], strict=True)]
-    for resumed, losses in zip(run_each(run_resumed, 2, swapped), expected, strict=True):
-        assert resumed[0] == pytest.approx(losses[0], rel=0.05)
-
-
-def offloaded_resume(rank: int, saved: Run, loaded: Run, root: str) -> tuple[Any, Any]:
-    first = engine_for(saved, 2)
-    train_awkward(first, saved, rank, 2, steps=2)
-    first.save_checkpoint(root)
-    rest = train_awkward(first, saved, rank, 2, first=2, steps=2)
-    second = engine_for(loaded, 2)
-    second.load_checkpoint(root)
-    return rest, train_awkward(second, loaded, rank, 2, first=2, steps=2)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_checkpoints_of_offloaded_states(stage: int, tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    places: list[dict[str, Any]] = [{}, CPU, on_drive(drive, parameters=False)]
-    runs = [Run(stage, zero={**zero, **WHOLE_BLOCKS}, optimizer=(AdamW8bit, {"lr": 1e-2})) for zero in places]
-    pairs = [(runs[2], runs[0]), (runs[0], runs[2]), (runs[2], runs[1])]
-    cases = [(saved, loaded, str(tmp_path / str(number))) for number, (saved, loaded) in enumerate(pairs)]
-    for ranks in run_each(offloaded_resume, 2, cases):
-        assert all(rest == resumed for rest, resumed in ranks)
 
 
 def test_files_hold_fp32(tmp_path: Path) -> None:
@@ -181,7 +97,7 @@ def test_bytes_per_parameter(stage: int, precision: dict[str, Any]) -> None:
 
 def test_bytes_on_a_drive(tmp_path: Path) -> None:
     """Codes and scales are transferred, not fp32."""
-    engine = wide_engine(2, **{**on_drive(tmp_path, parameters=False), **WHOLE_BLOCKS, "sub_group_size": 1 << 16})
+    engine = wide_engine(2, **{**on_drive(tmp_path, parameters=False), "sub_group_size": 1 << 16})
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
     stager = engine.gradients.assembly.optimizer.updater.stager
     vectors = [vector for sub_group in stager.sub_groups for vector in sub_group.stored.vectors.values()]
@@ -211,9 +127,8 @@ def weight_shape(weight: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_single_states_can_be_read_and_set(stage: int) -> None:
-    for before, after in run_ranks(read_and_set, 2, stage):
+def test_single_states_can_be_read_and_set() -> None:
+    for before, after in itertools.chain(*run_each(read_and_set, 2, [(2,), (3,)])):
         assert before > 0 and after == pytest.approx(2 * before, rel=0.02)
 
 
