@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from hf_zero.config import resolve
 from hf_zero.offload import update_speed
 from hf_zero.offload.update_speed import UpdateSpeed
 from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, weights_of
-from tests.support.late import Late, use
+from tests.support.late import Late
 from tests.support.models import mlp_batches
 
 T = TypeVar("T")
@@ -30,11 +30,9 @@ RUN = Run(3, ZERO, clip=0.05)
 IN_STEP = {"hf_zero": {"overlap_step": False}}
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+@pytest.fixture(autouse=True)
+def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_speed, "measure", lambda *args, **options: UpdateSpeed(cpu=1.0, device=1.0))
-    with use(Late(early=0.0)) as runtime:
-        yield runtime
 
 
 def recorded(engine: Any) -> list[Any]:
@@ -135,11 +133,6 @@ FEW = ["a half on the device", "all on a drive", "optimizer on the host, updated
 BY_BOTH = {"offload_update": "both"}  # on one kind of processor both have the same arithmetic
 
 
-def in_folder(run: Run, folder: Path) -> Run:
-    placed = {k: {**v, "nvme_path": str(folder)} if v == NVME else v for k, v in run.zero.items()}
-    return replace(run, zero=placed)
-
-
 def everything(engine: Any) -> list[Any]:
     """Weights, masters and states as programs read them."""
     named = list(engine.module.named_parameters())
@@ -189,7 +182,7 @@ def eventful(run: Run, folder: Path) -> tuple[list[float], list[Any]]:
 def test_the_same_bits_as_in_the_step(place: str, bf16: bool, accumulation: int, late: Late, tmp_path: Path) -> None:
     own = BY_BOTH if "both" in place else {}
     run = Run(3, PLACES[place], bf16=bf16, accumulation=accumulation, clip=0.05, sections={"hf_zero": own})
-    run = in_folder(run, tmp_path)
+    run = run.in_folder(tmp_path)
     numbers, found = eventful(run, tmp_path / "deferred")
     late.synchronize()
     in_step = replace(run, sections={"hf_zero": {**own, "overlap_step": False}})

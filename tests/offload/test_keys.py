@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hf_zero.offload.sub_group import SubGroup
 from hf_zero.offload.swap_store import BufferPool, Completion, FileAccess
 from hf_zero.step.attach_offload import placements_for
 from tests.offload.offload_runs import Run, engine_for, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 
 def policy(optimizer: dict[str, Any] | None = None, parameters: dict[str, Any] | None = None, **aio: Any) -> Any:
@@ -37,17 +39,21 @@ def run_with(folder: Path, optimizer: dict[str, Any] | None, parameters: dict[st
     return Run(3 if parameters is not None else 2, zero=zero)
 
 
-def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
-    """(bytes of all files, bytes written before the first step) for each run."""
-    found = []
-    for run in runs:
-        engine = engine_for(run, 1)
-        [drive] = engine.gradients.assembly.placements.drives
+@contextmanager
+def started(run: Run) -> Iterator[tuple[Any, drives.Drive]]:
+    """An engine of a single rank, and its drive."""
+    engine = engine_for(run, 1)
+    [drive] = engine.gradients.assembly.placements.drives
+    yield engine, drive
+    engine.destroy()
+
+
+def bytes_on_drive(run: Run) -> tuple[int, int]:
+    """(bytes of all files, bytes written before the first step)."""
+    with started(run) as (engine, drive):
         engine.optimizer.updater.stager.flush()
         size = sum(file.stat().st_size for file in drive.folder.path.iterdir())
-        found.append((size, drive.requests.traffic.bytes_written))
-        engine.destroy()
-    return found
+        return size, drive.requests.traffic.bytes_written
 
 
 def test_ratio_and_max_in_cpu_and_fast_init(tmp_path: Path) -> None:
@@ -59,7 +65,7 @@ def test_ratio_and_max_in_cpu_and_fast_init(tmp_path: Path) -> None:
         run_with(tmp_path, None, {"max_in_cpu": 200}),
         run_with(tmp_path, None, {}),
     ]
-    [found] = run_ranks(bytes_on_drive, 1, runs)
+    found = map(bytes_on_drive, runs)
     (whole, written), (half, _), (fast, written_fast), (parameters, _), (some, _), (none, _) = found
     assert 0.3 * whole < half < 0.8 * whole, "ratio"
     assert fast == whole and written_fast < 0.5 * written, "fast_init reserves the same room, and writes masters only"
@@ -76,15 +82,11 @@ def test_sizes_of_the_pools() -> None:
     assert policy(None, {"buffer_count": 3, "buffer_size": 7}).offload_param.buffer_numel == 21
 
 
-def pools(rank: int, run: Run) -> dict[str, BufferPool]:
-    engine = engine_for(run, 1)
-    [drive] = engine.gradients.assembly.placements.drives
-    return {store.file.path.name: (store.pool._limit, store.pool._limit_numel) for store in drive._stores}
-
-
 def test_the_engine_takes_these_sizes(tmp_path: Path) -> None:
     run = run_with(tmp_path, {"buffer_count": 4, "pipeline_write": False}, {"buffer_count": 3, "buffer_size": 700})
-    assert run_ranks(pools, 1, run) == [{"optimizer": (8, None), "gradients": (3, None), "parameters": (3, 2100)}]
+    with started(run) as (_, drive):
+        limits = {store.file.path.name: (store.pool._limit, store.pool._limit_numel) for store in drive._stores}
+    assert limits == {"optimizer": (8, None), "gradients": (3, None), "parameters": (3, 2100)}
 
 
 @pytest.mark.parametrize("limits", [{"limit": 2}, {"limit_numel": 2 * 1024}], ids=["count", "elements"])
@@ -105,59 +107,51 @@ def test_a_pool_at_its_limit_waits_for_a_write(limits: dict[str, int]) -> None:
 
 
 def test_a_buffer_count_below_what_the_optimizer_needs_is_refused(tmp_path: Path) -> None:
-    [message] = run_ranks(refused, 1, run_with(tmp_path, {"buffer_count": 2}))
-    assert "buffer_count" in message and "set it to 3 or more" in message
+    with pytest.raises(ConfigError, match="(?s)buffer_count.*set it to 3 or more"):
+        engine_for(run_with(tmp_path, {"buffer_count": 2}), 1)
 
 
-def refused(rank: int, run: Run) -> str:
-    with pytest.raises(ConfigError) as caught:
-        engine_for(run, 1)
-    return str(caught.value)
-
-
-def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
+def order_of_events(run: Run) -> tuple[list[str], list[bool]]:
     """The events of one update; and, for each start of a sub-group's update, whether earlier sub-groups are written.
 
     Gradients from backward are ignored: on a busy machine they may still be being written at the first one.
     """
-    engine = engine_for(run, 1)
-    [drive] = engine.gradients.assembly.placements.drives
-    drive.requests.trace = []
-    updater, events, done = engine.optimizer.updater, [], []
-    fetch, update = updater.stager._fetch, updater.update_sub_group
+    with started(run) as (engine, drive):
+        drive.requests.trace = []
+        updater, events, done = engine.optimizer.updater, [], []
+        fetch, update = updater.stager._fetch, updater.update_sub_group
 
-    def fetching(sub_group: SubGroup) -> None:
-        events.append(f"fetch {updater.sub_groups.index(sub_group)}")
-        fetch(sub_group)
+        def fetching(sub_group: SubGroup) -> None:
+            events.append(f"fetch {updater.sub_groups.index(sub_group)}")
+            fetch(sub_group)
 
-    def updating(sub_group: SubGroup, **arguments: Any) -> None:
-        events.append(f"update {updater.sub_groups.index(sub_group)}")
-        if not done:
-            drive.requests.trace = []
-        done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
-        update(sub_group, **arguments)
+        def updating(sub_group: SubGroup, **arguments: Any) -> None:
+            events.append(f"update {updater.sub_groups.index(sub_group)}")
+            if not done:
+                drive.requests.trace = []
+            done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
+            update(sub_group, **arguments)
 
-    updater.stager._fetch, updater.update_sub_group = fetching, updating
-    train(engine, run, rank, 1, steps=1)
-    return events[:6], done
+        updater.stager._fetch, updater.update_sub_group = fetching, updating
+        train(engine, run, 0, 1, steps=1)
+        return events[:6], done
 
 
 def test_pipeline_read(tmp_path: Path) -> None:
-    [(ahead, _)] = run_ranks(order_of_events, 1, run_with(tmp_path, {}))
-    [(alone, _)] = run_ranks(order_of_events, 1, run_with(tmp_path, {"pipeline_read": False}))
+    ahead, _ = order_of_events(run_with(tmp_path, {}))
+    alone, _ = order_of_events(run_with(tmp_path, {"pipeline_read": False}))
     assert ahead == ["fetch 0", "fetch 1", "update 0", "fetch 2", "update 1", "fetch 3"]
     assert alone == ["fetch 0", "update 0", "fetch 1", "update 1", "fetch 2", "update 2"]
 
 
-def test_pipeline_write(tmp_path: Path) -> None:
-    [(_, done)] = run_ranks(order_of_events, 1, run_with(tmp_path, {"pipeline_write": False}))
+def test_without_pipeline_write_a_sub_group_is_written_before_the_next_one_is_updated(tmp_path: Path) -> None:
+    _, done = order_of_events(run_with(tmp_path, {"pipeline_write": False}))
     assert all(done)
-    [is_beside] = run_ranks(write_beside_the_next_update, 1, run_with(tmp_path, {}))
-    assert is_beside
 
 
-def write_beside_the_next_update(rank: int, run: Run) -> bool:
+def test_pipeline_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes of the first sub-group end only after the second one's update has begun: without a pipeline, never."""
+    run = run_with(tmp_path, {})
     begun, gate, met = threading.Event(), threading.Event(), []
 
     class Held(FileAccess):
@@ -166,18 +160,18 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
                 met.append(begun.wait(timeout=60))
             return super().write_at(file, source, offset)
 
-    drives.ACCESS = Held()
-    engine = engine_for(run, 1)
-    updater, update = engine.optimizer.updater, engine.optimizer.updater.update_sub_group
+    monkeypatch.setattr(drives, "ACCESS", Held())
+    with started(run) as (engine, _):
+        updater, update = engine.optimizer.updater, engine.optimizer.updater.update_sub_group
 
-    def updating(sub_group: SubGroup, **arguments: Any) -> None:
-        begun.set() if sub_group is not updater.sub_groups[0] else None
-        update(sub_group, **arguments)
-        gate.set()
+        def updating(sub_group: SubGroup, **arguments: Any) -> None:
+            begun.set() if sub_group is not updater.sub_groups[0] else None
+            update(sub_group, **arguments)
+            gate.set()
 
-    updater.update_sub_group = updating
-    train(engine, run, rank, 1, steps=1)
-    return len(met) > 0 and all(met)
+        updater.update_sub_group = updating
+        train(engine, run, 0, 1, steps=1)
+        assert met and all(met)
 
 
 @pytest.mark.parametrize("aio", [{"queue_depth": 6}, {"queue_depth": 2, "thread_count": 3, "intra_op_parallelism": 2}])
@@ -259,12 +253,11 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.at_once
-@pytest.mark.parametrize("pinned", [True, False])
-def test_pin_memory_reaches_the_buffers_of_a_gpu(pinned: bool, tmp_path: Path) -> None:
-    place = {"nvme_path": str(tmp_path), "pin_memory": pinned}
-    [found] = run_ranks(pinned_pools, 1, policy(place, place))
-    assert found == [pinned] * 3
-    assert run_ranks(pinned_pools, 1, policy(place, place), "cpu") == [[False] * 3], "nothing to gain there"
+def test_pin_memory_reaches_the_buffers_of_a_gpu(tmp_path: Path) -> None:
+    pinned, pageable = (policy(*[{"nvme_path": str(tmp_path), "pin_memory": pin}] * 2) for pin in (True, False))
+    [on_gpu], [asked_not], [on_cpu] = run_each(pinned_pools, 1, [(pinned,), (pageable,), (pinned, "cpu")])
+    assert (on_gpu, asked_not) == ([True] * 3, [False] * 3)
+    assert on_cpu == [False] * 3, "nothing to gain there"
 
 
 def pinned_pools(rank: int, zero: Any, device: str = "cuda") -> list[bool]:

@@ -6,10 +6,7 @@ fails here, without an accelerator.
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,8 @@ from hf_zero.offload import update_speed
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.optim.adam8 import AdamW8bit
-from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
-from tests.support.late import Late, LateError, use
+from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, waits_for_gradients, weights_of
+from tests.support.late import Deaf, Late, LateError, line_of, use
 from tests.support.models import mlp_batches
 
 CPU = {"device": "cpu"}
@@ -70,19 +67,11 @@ def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_speed, "_NUMEL", 1 << 10)  # the late device clones what it copies
 
 
-def with_folder(run: Run, folder: Path) -> Run:
-    zero = {
-        key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and "nvme_path" in value else value
-        for key, value in run.zero.items()
-    }
-    return replace(run, zero=zero, steps=3)
-
-
 def trained(run: Run) -> list[Any]:
     """Losses, norms and weights of a single rank."""
     torch.manual_seed(1234)
     engine = engine_for(run, 1)
-    numbers = train(engine, run, 0, 1)
+    numbers = train(engine, run, 0, 1, steps=3)
     assert all(number == number for number in numbers), "NaN"
     with GatheredParameters(list(engine.module.parameters())):
         weights = [parameter.detach().flatten().tolist() for parameter in engine.module.parameters()]
@@ -93,7 +82,7 @@ def trained(run: Run) -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits(case: str, tmp_path: Path) -> None:
     """With all copies late, and with some early."""
-    run = with_folder(CASES[case], tmp_path)
+    run = CASES[case].in_folder(tmp_path)
     with use(Runtime()):
         expected = trained(run)
     for early in (0.0, 0.3):
@@ -105,19 +94,6 @@ def test_the_same_bits(case: str, tmp_path: Path) -> None:
                 assert ours == pytest.approx(wanted, rel=1e-6)  # a single rank has units: another order of summation
             else:
                 assert ours == wanted
-
-
-class Deaf(Late):
-    """Omits the wait at one site, and records all sites."""
-
-    def __init__(self, deaf_at: str = "") -> None:
-        super().__init__(early=0.0)
-        self.deaf_at = deaf_at
-        self.sites: set[str] = set()
-
-    def skips(self, site: str) -> bool:
-        self.sites.add(site)
-        return site == self.deaf_at
 
 
 Program = Callable[[Late], Any]
@@ -218,7 +194,7 @@ def sites_of(program: Program) -> set[str]:
 
 
 def notices(program: Program, site: str, expected: Any) -> bool:
-    with use(Deaf(site)) as runtime:
+    with use(Deaf(deaf_at=site)) as runtime:
         try:
             found = program(runtime)
             runtime.synchronize()
@@ -231,7 +207,7 @@ def notices(program: Program, site: str, expected: Any) -> bool:
 @pytest.mark.timeout(1200)
 def test_every_wait_is_needed(tmp_path: Path) -> None:
     """A mutation campaign: each wait is omitted in turn, and some training or case must fail."""
-    programs = [*STORIES, *(training(with_folder(run, tmp_path)) for run in CASES.values())]
+    programs = [*STORIES, *(training(run.in_folder(tmp_path)) for run in CASES.values())]
     expected, sites = [], []
     for program in programs:
         with use(Late(early=0.0)) as runtime:
@@ -239,23 +215,12 @@ def test_every_wait_is_needed(tmp_path: Path) -> None:
         sites.append(sites_of(program))
     unnoticed = []
     for site in sorted(set.union(*sites)):
-        if "/hf_zero/offload/" not in site:
+        if not site.startswith("offload/"):
             continue  # read numbers, which are not copies of states
         here = [(run, wanted) for run, seen, wanted in zip(programs, sites, expected, strict=True) if site in seen]
         if not any(notices(run, site, wanted) for run, wanted in here):
-            unnoticed.append(described(site))
+            unnoticed.append(f"{site}: {line_of(site)}")
     assert not unnoticed, f"left out, and nothing minds: {unnoticed}"
-
-
-def described(site: str) -> str:
-    path, line = re.match(r"(.*):(\d+)", site).groups()  # type: ignore[union-attr]
-    return f"{Path(path).name}: {Path(path).read_text().splitlines()[int(line) - 1].strip()}"
-
-
-@pytest.fixture
-def traced() -> Iterator[Late]:
-    with use(Late(early=0.0)) as runtime:
-        yield runtime
 
 
 def lanes_of(runtime: Late, run: Run) -> list[tuple[str, str]]:
@@ -268,30 +233,28 @@ def lanes_of(runtime: Late, run: Run) -> list[tuple[str, str]]:
     return trace
 
 
-def test_gradients_leave_while_backward_goes_on(traced: Late) -> None:
+def test_gradients_leave_while_backward_goes_on(late: Late) -> None:
     """Copies out are requested between the buckets of backward, and the host waits for none before backward ends."""
-    trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
+    trace = lanes_of(late, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
     start = trace.index(("compute", "hf_zero backward"))
     stop = trace.index(("compute", "hf_zero step"))
     backward = [lane for lane, _ in trace[start + 1 : stop]]
     assert backward.count("out") >= 3 and "host" not in backward[: max(backward.index("out"), 1) + 2]
 
 
-def test_weights_go_back_while_the_next_sub_group_is_updated(traced: Late) -> None:
+def test_weights_go_back_while_the_next_sub_group_is_updated(late: Late) -> None:
     """The weights of each update are sent; the host only waits for gradients of the next one."""
-    trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
+    trace = lanes_of(late, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
     step = trace[trace.index(("compute", "hf_zero step")) :]
     sent = [position for position, (lane, what) in enumerate(step) if lane == "in"]
     assert len(sent) >= 4
-    lines, first = inspect.getsourcelines(Departures._wait_for_first)
-    for_gradients = {f"placement.py:{line} waits" for line in range(first, first + len(lines))}
     for before, after in zip(sent, sent[1:], strict=False):
         waits = [what for lane, what in step[before + 1 : after] if lane == "host" and "placement.py" in what]
-        others = [what for what in waits if what not in for_gradients]
+        others = [what for what in waits if what not in waits_for_gradients()]
         assert len(others) <= 2, "for its own buffer and old weights, not for those that were just sent"
 
 
-def test_everything_is_offloaded_unless_a_ratio_says_less(traced: Late) -> None:
+def test_everything_is_offloaded_unless_a_ratio_says_less(late: Late) -> None:
     """The share counts elements, and parts of buckets have padding: the last bucket's masters and states could stay on
     the device."""
     engine = engine_for(Run(2, {"offload_optimizer": CPU, "reduce_bucket_size": 40}), 1)
@@ -300,10 +263,10 @@ def test_everything_is_offloaded_unless_a_ratio_says_less(traced: Late) -> None:
     engine.destroy()
 
 
-def test_rows_come_in_without_the_host(traced: Late) -> None:
+def test_rows_come_in_without_the_host(late: Late) -> None:
     """The compute stream waits for every incoming row; the host waits for none of them in forward."""
     run = Run(3, {"offload_optimizer": CPU, "offload_param": CPU, **SHARDED})
-    trace = lanes_of(traced, run)
+    trace = lanes_of(late, run)
     forward = trace[trace.index(("compute", "hf_zero forward")) : trace.index(("compute", "hf_zero backward"))]
     copies = [position for position, (lane, _) in enumerate(forward) if lane == "in"]
     uses = [position for position, (lane, what) in enumerate(forward) if lane == "compute" and "waits" in what]
@@ -311,18 +274,18 @@ def test_rows_come_in_without_the_host(traced: Late) -> None:
     assert not any(lane == "host" and "placement.py" in what for lane, what in forward)
 
 
-def test_an_engine_that_goes_in_the_middle_of_a_copy(traced: Late) -> None:
+def test_an_engine_that_goes_in_the_middle_of_a_copy(late: Late) -> None:
     """Its buffers in host memory stay until the device has read them."""
     run = Run(2, {"offload_optimizer": CPU, **SUB_GROUPS})
     engine = engine_for(run, 1)
     train(engine, run, 0, 1, steps=1)
     engine.destroy()
     del engine
-    traced.synchronize()
+    late.synchronize()
 
 
 @pytest.mark.parametrize("zero", [{"offload_param": CPU}, {"offload_param": CPU, "offload_optimizer": CPU}], ids=str)
-def test_a_checkpoint_loaded_right_after_a_forward(zero: dict[str, Any], traced: Late, tmp_path: Path) -> None:
+def test_a_checkpoint_loaded_right_after_a_forward(zero: dict[str, Any], late: Late, tmp_path: Path) -> None:
     """Rows in host memory are only overwritten after the previous forward has read them, even if it was not used."""
     run = Run(3, zero)
     engine = engine_for(run, 1)
@@ -333,5 +296,5 @@ def test_a_checkpoint_loaded_right_after_a_forward(zero: dict[str, Any], traced:
     (batch,) = mlp_batches(1, ROWS)
     engine(**{key: value.bfloat16() for key, value in batch.items()}, flag=True)
     engine.load_checkpoint(str(tmp_path))
-    traced.synchronize()
+    late.synchronize()
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(engine).items())

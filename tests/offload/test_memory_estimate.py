@@ -19,18 +19,32 @@ from tests.offload.test_offload import CPU, on_drive
 from tests.support.ranks import run_ranks
 
 CUDA, HOST = torch.device("cuda"), torch.device("cpu")
-BILLION = [ParameterSpec("w", 10**9, 0, "bfloat16")]
 M = 10**6
 WIDE_MASTERS = Precision(None, None, None)
 
 
 def needs(
-    device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object
+    device: torch.device,
+    stage: int,
+    world: int,
+    precision: Precision = WIDE_MASTERS,
+    *,
+    dtype: str = "bfloat16",
+    accumulates: bool = False,
+    update: str = "cpu",
+    **zero: object,
 ) -> MemoryEstimate:
-    config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
+    """Of Adam on a billion parameters. `update`: hf_zero.offload_update."""
+    config = {
+        "train_batch_size": world,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": {"stage": stage, **zero},
+        "hf_zero": {"offload_update": update},
+    }
     policy = resolve(config, world_size=world).zero
-    sizes = StateSizes(num_states=2, longest=100 * M, precision=precision)
-    return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
+    sizes = StateSizes(num_states=2, longest=100 * M, precision=precision, accumulates=accumulates)
+    specs = [ParameterSpec("w", 10**9, 0, dtype)]
+    return estimate_memory(specs, policy, Sharding(stage, 0, world), device, sizes)
 
 
 PORTION, WHOLE = 2 * 100 * M // 4, 2 * 100 * M  # bytes of a bucket's weights or gradients: owned, and all
@@ -89,24 +103,16 @@ def test_16_bit_masters() -> None:
 def test_weights_in_fp32_have_masters_where_the_update_runs() -> None:
     """A model in fp32 with its optimizer on the host: the check expected 12 bytes per parameter, and masters of 4 more
     were allocated, because the update does not reach the weights on the device."""
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    policy = resolve({"train_batch_size": 4, "zero_optimization": zero}, world_size=4).zero
-    sizes = StateSizes(num_states=2, longest=100 * M, precision=WIDE_MASTERS)
-    specs = [ParameterSpec("w", 10**9, 0, "float32")]
-    found = estimate_memory(specs, policy, Sharding(2, 0, 4), CUDA, sizes)
+    found = needs(CUDA, 2, 4, dtype="float32", offload_optimizer={"device": "cpu"})
     assert found.host == 4000 * M + 2 * ARRIVING
 
 
 def test_streamed_states_have_masters_where_the_device_updates() -> None:
     """In fp32 the weights on the device are the masters of an update there; those in host memory are not."""
     cpu = {"device": "cpu"}
-    sizes = StateSizes(num_states=2, longest=100 * M, precision=WIDE_MASTERS)
-    specs = [ParameterSpec("w", 10**9, 0, "float32")]
 
     def found(update: str, stage: int, **zero: object) -> MemoryEstimate:
-        config = {"train_batch_size": 4, "zero_optimization": {"stage": stage, "offload_optimizer": cpu, **zero}}
-        policy = resolve({**config, "hf_zero": {"offload_update": update}}, world_size=4).zero
-        return estimate_memory(specs, policy, Sharding(stage, 0, 4), CUDA, sizes)
+        return needs(CUDA, stage, 4, dtype="float32", update=update, offload_optimizer=cpu, **zero)
 
     assert found("cpu", 2).host - found("device", 2).host == 1000 * M
     assert found("both", 2).host == found("cpu", 2).host, "it may be all on the CPU"
@@ -117,11 +123,8 @@ def test_streamed_states_have_masters_where_the_device_updates() -> None:
 
 def test_accumulation_below_stage_2_takes_whole_gradients_on_the_device() -> None:
     """They were missing, and sums in another dtype than the weights' were counted in that of the weights."""
-    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    policy = resolve({"train_batch_size": 4, "zero_optimization": zero}, world_size=4).zero
     wide = Precision(None, None, torch.float32)
-    sizes = StateSizes(num_states=2, longest=100 * M, precision=wide, accumulates=True)
-    found = estimate_memory(BILLION, policy, Sharding(1, 0, 4), CUDA, sizes)
+    found = needs(CUDA, 1, 4, wide, accumulates=True, offload_optimizer={"device": "cpu"})
     assert found == MemoryEstimate(device=4000 * M + SENT + LEAVING, host=4000 * M + ARRIVING)
 
 
@@ -138,11 +141,8 @@ def test_what_cannot_fit_is_refused_on_every_rank_with_both_numbers() -> None:
         assert "use more ranks, device nvme" in message
 
 
-def said(rank: int, run: Run) -> None:
-    engine_for(run, 1)
-
-
-def test_one_line_says_what_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(said, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "this rank needs" in line]
+def test_one_line_says_what_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "hf_zero"):
+        engine_for(Run(2, zero=on_drive(tmp_path, parameters=False)), 1).destroy()
+    [line] = [line for text in caplog.messages for line in text.splitlines() if "this rank needs" in line]
     assert "kB of host memory (" in line and "kB of disk (" in line and "activations" in line

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +14,8 @@ from hf_zero.checkpoint import open_checkpoint
 from hf_zero.config import ConfigError, resolve
 from hf_zero.device.runtime import HOST_MEMORY
 from hf_zero.offload import update_speed
-from hf_zero.offload.placement import Departures
 from hf_zero.offload.update_speed import UpdateSpeed
-from tests.offload.offload_runs import Run, engine_for, train, weights_of
+from tests.offload.offload_runs import Run, engine_for, train, waits_for_gradients, weights_of
 from tests.support.late import Late, use
 from tests.support.ranks import run_each, run_ranks
 
@@ -29,12 +26,6 @@ ZERO = {"offload_optimizer": CPU, "sub_group_size": 64}
 def updated_by(where: str, zero: dict[str, Any] = ZERO, **more: Any) -> Run:
     sections = {"hf_zero": {"offload_update": where, **more}}
     return Run(3 if "offload_param" in zero else 2, zero, clip=0.05, sections=sections)
-
-
-@pytest.fixture
-def late() -> Iterator[Late]:
-    with use(Late(early=0.0)) as runtime:
-        yield runtime
 
 
 def test_masters_and_states_rest_in_host_memory_and_are_updated_on_the_device(late: Late) -> None:
@@ -58,10 +49,8 @@ def test_the_host_waits_for_no_state_of_an_update(late: Late) -> None:
     train(engine, run, 0, 1, first=2, steps=1)
     step = late.trace[late.trace.index(("compute", "hf_zero step")) :]
     late.trace = None
-    lines, first = inspect.getsourcelines(Departures._wait_for_first)
-    for_gradients = {f"placement.py:{line} waits" for line in range(first, first + len(lines))}
-    waits = [what for lane, what in step if lane == "host" and "placement.py" in what]
-    assert {what for what in waits if what not in for_gradients} == set()
+    waits = {what for lane, what in step if lane == "host" and "placement.py" in what}
+    assert waits <= waits_for_gradients()
     num = len(engine.optimizer.sub_groups)
     step = step[next(place for place, (lane, _) in enumerate(step) if lane == "in") :]  # after the last gradients
     copies = [lane for lane, what in step if lane in ("in", "out") and what.startswith("placement.py")]

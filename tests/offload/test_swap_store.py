@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -99,6 +100,15 @@ def test_a_freed_place_is_used_again(tmp_path: Path) -> None:
     drive.close()
 
 
+def goes(buffer: weakref.ref[Any]) -> bool:
+    """Whether it is freed, by threads that are about to release it."""
+    deadline = time.monotonic() + 60
+    while buffer() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return buffer() is None
+
+
 def test_a_buffer_that_is_given_up_is_freed(tmp_path: Path) -> None:
     """Idle threads kept the last piece they had moved, and with it a buffer: up to one each, permanently."""
     drive, store = store_in(tmp_path)
@@ -107,11 +117,7 @@ def test_a_buffer_that_is_given_up_is_freed(tmp_path: Path) -> None:
         buffer = weakref.ref(vector._buffer)
     vector.free()
     assert store.pool.bytes_live == 0
-    deadline = time.monotonic() + 60  # the threads that moved it are about to release it
-    while buffer() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert buffer() is None
+    assert goes(buffer)
     drive.close()
 
 
@@ -153,11 +159,7 @@ def test_what_is_written_while_buffers_make_room_is_freed_when_it_is_done(
     (buffer,) = made
     assert buffer() is not None and store.pool.bytes_live == store.pool.num_bytes, "it is being written"
     gate.is_open.set()
-    deadline = time.monotonic() + 60
-    while buffer() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert buffer() is None
+    assert goes(buffer)
     with vector.opened() as values:
         assert float(values.sum()) == 6000 and store.pool.bytes_live == store.pool.num_bytes
     drive.close()

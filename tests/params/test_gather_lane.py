@@ -6,10 +6,8 @@ host had launched by then, so nothing of it was hidden.
 
 from __future__ import annotations
 
-import linecache
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +22,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, Event, Runtime
 from hf_zero.layout import buckets
 from hf_zero.params.stand_ins import ReleasedView
-from tests.support.late import Late, use
+from tests.support.late import Deaf, Late, line_of, use
 from tests.support.late_gathers import late_gathers
 from tests.support.ranks import run_ranks
 
@@ -122,20 +120,6 @@ def run_apart(rank: int, ways: Sequence[str]) -> dict[str, list[float]]:
         return {way: trained(rank, way) for way in ways}
 
 
-class Deaf(Late):
-    """Omits the wait at one site, and records all sites."""
-
-    def __init__(self, early: float = 0.0, deaf_at: str = "") -> None:
-        super().__init__(early=early)
-        self.deaf_at = deaf_at
-        self.sites: set[str] = set()
-
-    def skips(self, site: str) -> bool:
-        name = site.rpartition("/hf_zero/")[2]
-        self.sites.add(name)
-        return name == self.deaf_at
-
-
 def run_late(rank: int, early: float, ways: Sequence[str]) -> tuple[dict[str, list[float]], set[str]]:
     """Results of training on the late device in these ways, and the wait sites of the first one."""
     found: dict[str, list[float]] = {}
@@ -212,8 +196,3 @@ def test_a_direct_gather_waits_for_what_compute_may_still_read() -> None:
     """The allocator gives a unit memory that queued work of other units, or of activations, may still read."""
     for found in run_ranks(run_hasty, 2):
         assert isinstance(found, str) and "a copy into what the compute stream may still read" in found, found
-
-
-def line_of(site: str) -> str:
-    path, number = site.removesuffix(" after").split(":")
-    return linecache.getline(str(Path(hf_zero.__file__).parent / path), int(number))
