@@ -55,6 +55,22 @@ def train(of: Units, values: Tensor = VALUES) -> Tensor:
     return outcome
 
 
+def train_again(of: Units, values: Tensor = VALUES) -> None:
+    of.model.zero_grad()
+    of.whole.zero_grad()
+    train(of, values)
+
+
+def asked(of: Units) -> list[str]:
+    """The units that have been asked for since the last `drain`, in order."""
+    return [event.removeprefix("ask ") for event in of.drain() if event.startswith("ask")]
+
+
+def asked_in_backward(of: Units) -> list[str]:
+    events = of.drain()
+    return [event.removeprefix("ask ") for event in events[events.index("end forward") :] if event.startswith("ask")]
+
+
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -202,8 +218,7 @@ def test_what_inference_has_kept_is_not_gathered_again_until_training() -> None:
     for _ in range(2):
         with torch.no_grad():
             of.model(VALUES)
-    asked = [event for event in of.drain() if event.startswith("ask")]
-    assert asked == ["ask layers.0", "ask layers.1", "ask layers.2", "ask layers.2"]
+    assert asked(of) == ["layers.0", "layers.1", "layers.2", "layers.2"]
     of.model(VALUES)
     assert of.told == ["kept", "kept", "given up"] and of.drain()[0] == "ask layers.0"
 
@@ -250,10 +265,11 @@ def test_a_read_across_modules_gathers_for_the_reader() -> None:
 
 
 def test_what_was_read_across_modules_is_released_with_its_reader() -> None:
-    of = cut(Reader(), keeps(num=2), reads=True)
+    """Although its own module would keep it."""
+    of = cut(Reader(), keeps(num=2, inference=[0, 1]), reads=True)
     with torch.no_grad():
-        assert torch.equal(of.model(VALUES), of.whole(VALUES))
-    assert of.gathered == []
+        assert torch.equal(of.model.layers[1](VALUES), of.whole.layers[1](VALUES))
+    assert of.gathered == ["layers.1"]
 
 
 def test_a_read_outside_of_forward_and_backward_is_no_business_of_the_coordinator() -> None:
@@ -261,6 +277,20 @@ def test_a_read_outside_of_forward_and_backward_is_no_business_of_the_coordinato
     assert not of.coordinator.is_running
     _ = of.model.layers[0].weight
     assert of.drain() == [] and of.gathered == []
+
+
+def test_what_backward_reads_outside_of_modules_stays_until_its_end() -> None:
+    of = cut(Stack(), keeps(ahead=False), reads=True)
+    seen: list[list[str]] = []
+    first, second, third = of.model.layers
+
+    def read(_: Tensor) -> None:
+        first.weight.sum()
+
+    third.weight.register_post_accumulate_grad_hook(read)
+    second.weight.register_post_accumulate_grad_hook(lambda _: seen.append(of.gathered))
+    train(of)
+    assert seen == [["layers.0", "layers.1"]] and of.gathered == []
 
 
 # Backward
@@ -282,17 +312,17 @@ def test_backward_goes_down_one_ahead_and_releases_what_is_used_up() -> None:
     ]
     assert of.negotiation.orders[-3:] == [-2, -1, 0]
     assert seen == [["layers.2"], ["layers.1"], ["layers.0"]]
-    of.coordinator.end_backward()
-    assert of.drain() == ["end backward"] and of.gathered == []
+    for ended in (["end backward"], []):  # ranks do not meet for the end of a backward that was none
+        of.coordinator.end_backward()
+        assert of.drain() == ended and of.gathered == []
+    of.model(VALUES)
+    assert of.negotiation.orders[-3:] == [0, 1, 2], "requests of a forward again"
 
 
 def test_backward_uses_what_forward_has_kept() -> None:
     of = cut(Stack(), keeps(2))
     train(of)
-    assert [event for event in of.drain() if event.startswith("ask")] == [
-        *("ask layers.0", "ask layers.1", "ask layers.2"),
-        *("ask layers.1", "ask layers.0"),
-    ]
+    assert asked(of) == ["layers.0", "layers.1", "layers.2", "layers.1", "layers.0"]
 
 
 def test_backward_tells_how_far_it_has_come() -> None:
@@ -303,10 +333,8 @@ def test_backward_tells_how_far_it_has_come() -> None:
     loss.backward()
     assert set(of.cursors[4:]) == {None}, "of two passes, the first one is not the last to come by"
     of.coordinator.end_backward()
-    of.model.zero_grad()
-    of.whole.zero_grad()
     of.cursors.clear()
-    train(of)
+    train_again(of)
     assert of.cursors == [3, 2, 1, 0]
 
 
@@ -316,7 +344,7 @@ def test_positions_that_backward_does_not_need_are_not_fetched_ahead() -> None:
     of = cut(stack, limited(max_live_numel=0))
     of.model(VALUES).sum().backward()
     of.coordinator.end_backward()
-    assert [event for event in of.drain() if event.startswith("ask")][3:] == ["ask layers.2", "ask layers.1"]
+    assert asked(of)[3:] == ["layers.2", "layers.1"]
 
 
 def test_an_embedding_is_not_gathered_for_backward() -> None:
@@ -324,9 +352,7 @@ def test_an_embedding_is_not_gathered_for_backward() -> None:
     stack.layers[0] = nn.Embedding(8, 4)
     of = cut(stack, limited(max_live_numel=0))
     train(of, torch.tensor([[0, 3, 3]]))
-    events = of.drain()
-    asked = [event for event in events[events.index("end forward") :] if event.startswith("ask")]
-    assert asked == ["ask layers.1"]
+    assert asked_in_backward(of) == ["layers.1"]
 
 
 def test_a_backward_without_end_is_ended_by_the_next_forward() -> None:
@@ -358,9 +384,7 @@ class Through(Stack):
 def test_an_output_that_was_only_passed_through_is_the_business_of_the_module_that_made_it() -> None:
     of = cut(Through(), keeps(num=2))
     train(of)
-    events = of.drain()
-    asked = [event for event in events[events.index("end forward") :] if event.startswith("ask")]
-    assert asked == ["ask layers.1", "ask layers.0"]
+    assert asked_in_backward(of) == ["layers.1", "layers.0"]
 
 
 # Containers, checkpoints
@@ -434,15 +458,14 @@ class Tied(nn.Module):
 def test_a_unit_stays_while_a_module_around_uses_it_too() -> None:
     of = cut(Tied(), keeps(num=2))
     train(of)
-    assert [event for event in of.drain() if event.startswith("ask")] == ["ask Tied", "ask Tied"]
+    assert asked(of) == ["Tied", "Tied"]
 
 
 def test_a_part_called_by_itself_asks_for_nothing_beside_it() -> None:
     of = cut(Nested(), keeps(num=5))
     with torch.no_grad():
         of.model.inner(VALUES)
-    asked = [event for event in of.drain() if event.startswith("ask")]
-    assert asked == ["ask inner", "ask inner.layers.0", "ask inner.layers.1"]
+    assert asked(of) == ["inner", "inner.layers.0", "inner.layers.1"]
 
 
 class Checkpointed(Stack):
@@ -488,27 +511,34 @@ def test_what_backward_has_come_to_stays_while_layers_before_it_run_again() -> N
 # Order
 
 
-class Backwards(Stack):
+class Ordered(Stack):
+    """Runs its layers in this order."""
+
+    order: Sequence[int] = (2, 1, 0)
+
     def forward(self, values: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
-            values = layer(values)
+        for index in self.order:
+            values = self.layers[index](values)
         return values
 
 
 def test_another_order_than_the_registered_one_is_noticed_and_taken_over() -> None:
-    of = cut(Backwards(), keeps())
+    of = cut(Ordered(), keeps())
     train(of)
     assert of.coordinator.forward.is_out_of_order and of.coordinator.forward.seen == [2, 1, 0]
+    of.model.order = of.whole.order = (0, 1, 2)
+    train_again(of)
+    assert of.coordinator.forward.is_out_of_order, "until the ranks have met"
+    of.model.order = of.whole.order = (2, 1, 0)
     of.coordinator.reorder([2, 1, 0])
+    assert [of.order.first_use[unit] for unit in of.units] == [2, 1, 0]
     assert [hooked.name for hooked in of.order.by_position] == ["layers.2", "layers.1", "layers.0"]
     assert [hooked.position for hooked in of.hooked_modules] == [None, 2, 1, 0]
     assert not of.coordinator.forward.is_out_of_order
     of.drain()
-    of.model.zero_grad()
-    of.whole.zero_grad()
-    train(of)
-    asked = [event.removeprefix("ask layers.") for event in of.drain() if event.startswith("ask")]
-    assert asked == ["2", "1", "0", "0", "1", "2"] and not of.coordinator.forward.is_out_of_order
+    train_again(of)
+    assert asked(of) == [f"layers.{index}" for index in (2, 1, 0, 0, 1, 2)]
+    assert not of.coordinator.forward.is_out_of_order
     with torch.no_grad():
         of.model.layers[2](VALUES)
     assert of.drain() == ["ask layers.2", "take layers.2", "run layers.2", "end forward"], "alone, it has nothing ahead"
@@ -571,8 +601,6 @@ def test_an_unwatched_model_gathers_nothing_until_it_is_watched_again() -> None:
 def test_all_gathers_go_through_one_buffer() -> None:
     of = cut(Stack(), keeps())
     for _ in range(3):
-        train(of)
-        of.model.zero_grad()
-        of.whole.zero_grad()
+        train_again(of)
     free = of.coordinator.prefetcher.rows.buffers._free[torch.float32]
     assert len(free) == 1, "rows have been read when the next ones are asked for"

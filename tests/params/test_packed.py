@@ -49,20 +49,30 @@ def build(storage: torch.dtype, scale: float = 2.0) -> nn.Sequential:
     return nn.Sequential(*(Packed(storage, scale) for _ in range(2)))
 
 
-def train(rank: int, stage: int, storage: torch.dtype, extra: dict[str, Any]) -> list[float]:
-    model = build(storage, scale=2.0 + rank)  # rank 0's scales win, like its codes
-    codes = [layer.weight.detach().clone() for layer in model]
+def config_of(stage: int, **extra: Any) -> dict[str, Any]:
+    """`extra`: keys of stage 3."""
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0, **extra} if stage == 3 else {})}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-    engine, *_ = initialize(model=model, config=config)
+    return {**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def losses_of(engine: Any, *, inputs_have_gradients: bool = False) -> list[float]:
+    """Trains a few steps."""
     losses = []
     for step in range(STEPS):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = engine(x).float().square().mean()
+        loss = engine(x.requires_grad_(inputs_have_gradients)).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+    return losses
+
+
+def train(rank: int, stage: int, storage: torch.dtype, extra: dict[str, Any]) -> list[float]:
+    model = build(storage, scale=2.0 + rank)  # rank 0's scales win, like its codes
+    codes = [layer.weight.detach().clone() for layer in model]
+    engine, *_ = initialize(model=model, config=config_of(stage, **extra))
+    losses = losses_of(engine)
     if stage == 3:
         weight = model[1].weight
         handle = of(weight)
@@ -92,11 +102,10 @@ def test_packed_weights_keep_their_bits_at_every_stage() -> None:
 
 def copy_and_build(rank: int) -> None:
     """In `zero.Init` too: it left weights stored as integers whole, and cast those stored as other floats."""
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     for storage in STORAGES:
         expected = build(storage)
         model = build(storage)
-        Init(module=model, config_dict_or_path=config)
+        Init(module=model, config_dict_or_path=config_of(3))
         weight = model[1].weight
         assert of(weight) is not None and weight.dtype == storage and model[1].adapter.weight.dtype == torch.bfloat16
         with GatheredParameters([weight]):
@@ -135,13 +144,7 @@ def train_eight_bit(rank: int) -> None:
         if is_built_in_shards:
             Init(module=model, config_dict_or_path=config_of(stage))
         engine, *_ = initialize(model=model, config=config_of(stage))
-        losses = []
-        for step in range(STEPS):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-            loss = engine(x.requires_grad_()).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = losses_of(engine, inputs_have_gradients=True)
         saved = engine.module_state_dict()
         for index in range(3):
             assert saved[f"{index}.base.weight"].dtype == torch.int8
@@ -191,13 +194,7 @@ def train_scaled(rank: int) -> None:
         model = nn.Sequential(Scaled(), Scaled())
         codes = [layer.weight.detach().clone() for layer in model]
         engine, *_ = initialize(model=model, config=config_of(stage))
-        losses = []
-        for step in range(STEPS):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-            loss = engine(x).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = losses_of(engine)
         saved = engine.module_state_dict()
         for index, before in enumerate(codes):
             assert torch.equal(saved[f"{index}.weight"].view(torch.uint8), before.view(torch.uint8))
@@ -212,12 +209,6 @@ def train_scaled(rank: int) -> None:
         layer.adapter.bfloat16()
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert runs[0][0] == plain(x).float().square().mean().item()
-
-
-def config_of(stage: int) -> dict[str, Any]:
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
-    return {**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
 def test_weights_in_fp8_keep_their_dtype_and_scales() -> None:

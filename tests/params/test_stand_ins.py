@@ -6,6 +6,7 @@ raised since then (`test_outside_forward.py`); these tests are about the others.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.log import logger
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import FirstNan, StandIns, signature, signature_of, signed_nan
 from tests.api.test_outside_forward import NOTHING_STAYS, both_limits, engine_of
 from tests.support.groups import groups_of
+from tests.support.messages import heard
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -66,10 +67,8 @@ def unseen(parameter: Tensor) -> Tensor:
         return parameter.detach().as_subclass(Tensor).clone()
 
 
-def warnings_of(engine: Any, loss_of: Any, limits: dict[str, int]) -> list[str]:
-    found: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logger, "warning", lambda text, *parts: found.append(text % parts))
+def warnings_of(engine: Any, loss_of: Any) -> list[str]:
+    with heard(logging.WARNING) as found:
         for _ in range(2):
             engine.backward(loss_of(engine))
     return found
@@ -83,15 +82,15 @@ def _spoilt_losses(rank: int, limits: dict[str, int]) -> None:
         penalty = unseen(engine.module.first.weight).square().mean()
         return engine(x).square().mean() + 0.01 * penalty
 
-    (said,) = warnings_of(engine_of(limits), penalised, limits)
+    (said,) = warnings_of(engine_of(limits), penalised)
     assert "backward 1; said once" in said and "comes from 'first.weight':" in said and "GatheredParameters" in said
 
     def plainly_nan(engine: Any) -> Tensor:
         return engine(x).square().mean() * (torch.zeros(()) / 0)
 
-    (said,) = warnings_of(engine_of(limits), plainly_nan, limits)
+    (said,) = warnings_of(engine_of(limits), plainly_nan)
     assert "the loss is NaN (backward 1; said once). If it" in said
-    assert warnings_of(engine_of(limits), lambda engine: engine(x).mean(), limits) == []
+    assert warnings_of(engine_of(limits), lambda engine: engine(x).mean()) == []
 
 
 @pytest.mark.at_once
@@ -103,9 +102,7 @@ def test_the_first_loss_that_is_nan_is_reported_with_the_parameter_that_was_read
 def _evaluated(rank: int) -> None:
     engine = engine_of(NOTHING_STAYS)
     spoilt = torch.tensor(engine.module.first.bias)[:5].expand(2, 5)  # by torch.tensor, which Python code does not see
-    found: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(logger, "warning", lambda text, *parts: found.append(text % parts))
+    with heard(logging.WARNING) as found, torch.no_grad():
         engine.module.forward = lambda x: {"loss": x.mean()}["loss"]
         engine(spoilt)
     assert len(found) == 1 and "evaluation after step 0" in found[0] and "'first.bias'" in found[0]
@@ -122,7 +119,7 @@ def test_below_stage_3_a_nan_is_the_users_own() -> None:
 
 def _below_stage_3(rank: int) -> None:
     engine = engine_of({}, stage=2)
-    assert warnings_of(engine, lambda e: e(torch.full((2, 5), math.nan)).mean(), {}) == []
+    assert warnings_of(engine, lambda e: e(torch.full((2, 5), math.nan)).mean()) == []
 
 
 def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
@@ -130,10 +127,8 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
 
     handle = released("layer")
     watch = FirstNan(StandIns([handle]), torch.device("cuda"))
-    found: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logger, "warning", lambda text, *parts: found.append(text % parts))
-        heard = []
+    heard = []
+    with heard(logging.WARNING) as found:
         for number in range(4):
             watch.look(handle.mark if number == 1 else torch.ones(()), f"backward {number}")
             heard.append(len(found))
