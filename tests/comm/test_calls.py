@@ -22,10 +22,10 @@ from hf_zero import initialize
 from hf_zero.comm import barrier, calls, collectives_for, enter, known_groups
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.groups import set_timeout
+from tests.support.launch import ROOT
 from tests.support.ranks import free_port, run_ranks
 
 SECONDS = 30.0  # far less than the timeout of half an hour, and more than a busy machine needs
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _engine(stage: int, rank: int, hosts: str) -> Any:

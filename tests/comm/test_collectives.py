@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group, uncompiled
-from hf_zero.comm.collectives import ControlMessages, LoneCollectives, own_shard
+from hf_zero.comm.collectives import Collectives, ControlMessages, LoneCollectives, own_shard
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.torch_backend import NativeCollectives
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -56,26 +57,30 @@ def run_all(rank: int, world: int, numel: int, dtype: torch.dtype, shared: bool)
     assert votes.tolist() == [[world, sum(range(world))], [2 * world, 0.0]]
 
 
+KINDS: dict[str, Callable[[], Collectives]] = {
+    "native": NativeCollectives,
+    "exchange": ExchangeCollectives,
+    "shared": lambda: collectives_for(CPU),
+}
+
+
 def run_all_to_all(rank: int, world: int, kind: str) -> None:
     """Rank i sends i + 2j elements of value 10i + j to rank j, and rank 0 sends none to itself."""
-    kinds = {"native": NativeCollectives, "exchange": ExchangeCollectives, "shared": lambda: collectives_for(CPU)}
-    collectives = kinds[kind]()
+    collectives = KINDS[kind]()
     sent = [torch.full((rank + 2 * peer,), 10.0 * rank + peer) for peer in range(world)]
     received = [torch.empty(peer + 2 * rank) for peer in range(world)]
     collectives.all_to_all(received, sent)
     assert [part.tolist() for part in received] == [[10.0 * peer + rank] * (peer + 2 * rank) for peer in range(world)]
 
 
-@pytest.mark.parametrize("kind", ["native", "exchange", "shared"])
-def test_all_to_all_brings_every_part_to_its_rank(kind: str) -> None:
-    run_ranks(run_all_to_all, 3, 3, kind)
+def test_all_to_all_brings_every_part_to_its_rank() -> None:
+    run_each(run_all_to_all, 3, [(3, kind) for kind in KINDS])
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_exchanges_are_exact(world: int, shared: bool) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        run_ranks(run_all, world, world, 60 * world, dtype, shared)
+def test_exchanges_are_exact(world: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    run_each(run_all, world, [(world, 60 * world, dtype, shared) for dtype in dtypes for shared in (False, True)])
 
 
 def run_counting(rank: int) -> dict[tuple[str, str], tuple[int, int]]:

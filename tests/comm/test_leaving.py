@@ -21,9 +21,9 @@ from hf_zero.comm import process_group
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.sequence.groups import SequenceGroups
 from tests.comm.failing import MANNERS, PHASES, RANKS, VICTIM, Ended, Failure
+from tests.support.launch import ROOT
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT: list[Any] = []  # like a script's globals, which live until its end
 
 

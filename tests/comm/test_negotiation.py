@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -262,6 +263,16 @@ def play(
     world.run(body)
 
 
+def explore_ranks(size: int, body: Callable[[InProcessWorld, int], object], **options: int) -> None:
+    """`body(world, rank)` on ranks of new worlds, under every order of turns."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(size, schedule)
+        world.run(partial(body, world))
+
+    explore(run, **options)
+
+
 def routes(units: int, longest: int) -> Iterator[tuple[int, ...]]:
     for length in range(longest + 1):
         yield from itertools.product(range(units), repeat=length)
@@ -324,42 +335,32 @@ def test_all_programs_of_a_few_modules_under_every_order_of_turns(units: int) ->
 def test_other_numbers_of_forwards_are_carried() -> None:
     """A rank that runs one more forward meets others that are already in backward."""
 
-    def run(schedule: Schedule) -> None:
-        world = InProcessWorld(2, schedule)
+    def body(world: InProcessWorld, rank: int) -> None:
+        player = Player(world, 3)
+        for _ in range(1 + rank):
+            player.walk((0, 2), False, in_backward=False)
+        player.walk((2, 0), False, in_backward=True)
+        player.negotiation.step(player.first)
+        player.land(0)
 
-        def body(rank: int) -> None:
-            player = Player(world, 3)
-            for _ in range(1 + rank):
-                player.walk((0, 2), False, in_backward=False)
-            player.walk((2, 0), False, in_backward=True)
-            player.negotiation.step(player.first)
-            player.land(0)
-
-        world.run(body)
-
-    explore(run, overtakings=1)
+    explore_ranks(2, body, overtakings=1)
 
 
 def test_backward_passes_at_other_places_are_carried() -> None:
     """Forward, backward, backward beside three forwards followed by both backwards: one rank waits for a reduction, the
     other at the end of a forward."""
 
-    def run(schedule: Schedule) -> None:
-        world = InProcessWorld(2, schedule)
+    def body(world: InProcessWorld, rank: int) -> None:
+        player = Player(world, 3)
+        passes = [False, True, True] if rank else [False, False, False, True, True]
+        for in_backward in passes:
+            if in_backward:
+                player.land(0)
+            player.walk((2, 0, 1), False, in_backward=in_backward)
+        player.negotiation.step(player.first)
+        player.land(0)
 
-        def body(rank: int) -> None:
-            player = Player(world, 3)
-            passes = [False, True, True] if rank else [False, False, False, True, True]
-            for in_backward in passes:
-                if in_backward:
-                    player.land(0)
-                player.walk((2, 0, 1), False, in_backward=in_backward)
-            player.negotiation.step(player.first)
-            player.land(0)
-
-        world.run(body)
-
-    explore(run, overtakings=1)
+    explore_ranks(2, body, overtakings=1)
 
 
 @pytest.mark.parametrize("limit", [130, pytest.param(2000, marks=pytest.mark.slow)])
@@ -367,19 +368,14 @@ def test_a_message_between_the_last_backward_and_the_step_is_carried(limit: int)
     """A waiting rank received the awaited message together with its sender's STEP, and treated the finished wait as
     futile. So ranks that communicated between backward and step sometimes raised an error at the step."""
 
-    def run(schedule: Schedule) -> None:
-        world = InProcessWorld(2, schedule)
+    def body(world: InProcessWorld, rank: int) -> None:
+        player = Player(world, 3)
+        player.walk((0, 1, 2), False, in_backward=True)
+        player.reduce.sum_small(torch.zeros(1))
+        player.negotiation.step(player.first)
+        player.land(0)
 
-        def body(rank: int) -> None:
-            player = Player(world, 3)
-            player.walk((0, 1, 2), False, in_backward=True)
-            player.reduce.sum_small(torch.zeros(1))
-            player.negotiation.step(player.first)
-            player.land(0)
-
-        world.run(body)
-
-    explore(run, overtakings=2, limit=limit)
+    explore_ranks(2, body, overtakings=2, limit=limit)
 
 
 def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
@@ -416,18 +412,13 @@ def test_a_rank_goes_on_alone_only_if_another_needs_that(limit: int) -> None:
     rank 3 in a layer. Rank 1 let rank 0 go on, which then waited for rank 1 in a collective of the training loop, where
     it served nobody; so rank 1 never ended its forward."""
 
-    def run(schedule: Schedule) -> None:
-        world = InProcessWorld(4, schedule)
+    def body(world: InProcessWorld, rank: int) -> None:
+        layer, negotiation = world.collectives(Channel.LAYERS, ACROSS), world.negotiation(PAIRS)
+        layer.sum_small(torch.zeros(1))
+        negotiation.end(in_backward=False)
+        world.exchange(1, None, PAIRS[rank // 2])
 
-        def body(rank: int) -> None:
-            layer, negotiation = world.collectives(Channel.LAYERS, ACROSS), world.negotiation(PAIRS)
-            layer.sum_small(torch.zeros(1))
-            negotiation.end(in_backward=False)
-            world.exchange(1, None, PAIRS[rank // 2])
-
-        world.run(body)
-
-    explore(run, overtakings=1, limit=limit)
+    explore_ranks(4, body, overtakings=1, limit=limit)
 
 
 @pytest.mark.parametrize("limit", [80, pytest.param(300, marks=pytest.mark.slow)])
@@ -436,19 +427,14 @@ def test_a_rank_lets_any_rank_go_on_whose_message_it_needs(limit: int) -> None:
     the message of rank 2; rank 0, whose message it needed next, waited for rank 1 at the end of its evaluation. Rank 3
     and rank 2 likewise."""
 
-    def run(schedule: Schedule) -> None:
-        world = InProcessWorld(4, schedule)
+    def body(world: InProcessWorld, rank: int) -> None:
+        negotiation = world.negotiation(PAIRS)
+        if rank % 2 == 0:
+            negotiation.end(in_backward=False)
+        world.collectives().reduce_scatter(torch.zeros(1), torch.zeros(4)).wait()
+        negotiation.end(in_backward=True)
 
-        def body(rank: int) -> None:
-            negotiation = world.negotiation(PAIRS)
-            if rank % 2 == 0:
-                negotiation.end(in_backward=False)
-            world.collectives().reduce_scatter(torch.zeros(1), torch.zeros(4)).wait()
-            negotiation.end(in_backward=True)
-
-        world.run(body)
-
-    explore(run, overtakings=1, limit=limit)
+    explore_ranks(4, body, overtakings=1, limit=limit)
 
 
 @pytest.mark.parametrize("limit", [60, pytest.param(400, marks=pytest.mark.slow)])

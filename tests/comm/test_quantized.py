@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Channel, Collectives, collectives_for, ledger
+from hf_zero.comm import Channel, Collectives, ledger
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.comm.rows import FlatRows, Pending
-from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import dequantize_reference, quantize_reference
+from tests.comm.test_collectives import KINDS
 from tests.support.in_process import InProcessWorld
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 CPU = torch.device("cpu")
 ROW = 200
@@ -30,8 +29,7 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 
 def run_exchange(rank: int, world: int, kind: str) -> list[float]:
-    kinds = {"native": NativeCollectives, "exchange": ExchangeCollectives, "shared": lambda: collectives_for(CPU)}
-    collectives: Collectives = kinds[kind]()
+    collectives = KINDS[kind]()
     under_way = []
     for start in (0, 100):  # two at a time
         sent = torch.tensor([start + 10.0 * rank + peer for peer in range(world) for _ in range(3)])
@@ -49,10 +47,9 @@ def run_exchange(rank: int, world: int, kind: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["native", "exchange", "shared"])
-def test_rows_are_exchanged_and_added_up_alike_by_everything(kind: str) -> None:
-    found = run_ranks(run_exchange, 3, 3, kind)
-    assert found == [[start + 10.0 * peer + rank for start in (100, 0) for peer in range(3)] for rank in range(3)]
+def test_rows_are_exchanged_and_added_up_alike_by_everything() -> None:
+    expected = [[start + 10.0 * peer + rank for start in (100, 0) for peer in range(3)] for rank in range(3)]
+    assert run_each(run_exchange, 3, [(3, kind) for kind in KINDS]) == [expected] * len(KINDS)
 
 
 class Group(LoneCollectives):

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from hf_zero.device.cores import Cores, torch_threads, usable_cores
-
-
-def group(root: Path, path: str, cgroup: str, **files: str) -> None:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/self/cgroup").write_text(cgroup)
-    folder = root / "sys/fs/cgroup" / path
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+from tests.device.test_limits import group, machine
 
 
 @pytest.mark.parametrize(
@@ -51,21 +43,23 @@ def test_a_quota_is_divided_too() -> None:
 
 
 def test_quota_of_the_second_version_and_of_a_parent(tmp_path: Path) -> None:
-    group(tmp_path, "pod/rank", "0::/pod/rank\n", cpu__max="max 100000")
-    group(tmp_path, "pod", "0::/pod/rank\n", cpu__max="600000 100000")
-    assert Cores.here(tmp_path).quota == 6.0
+    root = machine(tmp_path, cgroup="0::/pod/rank\n")
+    group(root, "pod/rank", cpu__max="max 100000")
+    group(root, "pod", cpu__max="600000 100000")
+    assert Cores.here(root).quota == 6.0
 
 
 def test_quota_of_the_first_version(tmp_path: Path) -> None:
-    files = {"cpu__cfs_quota_us": "250000", "cpu__cfs_period_us": "100000"}
-    group(tmp_path, "cpu/docker/x", "4:cpu,cpuacct:/docker/x\n3:memory:/y\n", **files)
-    assert Cores.here(tmp_path).quota == 2.5
+    root = machine(tmp_path, cgroup="4:cpu,cpuacct:/docker/x\n3:memory:/y\n")
+    group(root, "cpu/docker/x", cpu__cfs_quota_us=250_000, cpu__cfs_period_us=100_000)
+    assert Cores.here(root).quota == 2.5
 
 
 @pytest.mark.parametrize("words", ["max 100000", "", "-1"])
 def test_no_quota(words: str, tmp_path: Path) -> None:
-    group(tmp_path, "a", "0::/a\n", cpu__max=words)
-    assert Cores.here(tmp_path).quota is None
+    root = machine(tmp_path, cgroup="0::/a\n")
+    group(root, "a", cpu__max=words)
+    assert Cores.here(root).quota is None
     assert Cores.here(tmp_path / "nothing").quota is None
 
 

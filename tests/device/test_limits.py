@@ -11,7 +11,7 @@ from hf_zero.device.host_memory import host_available
 GB = 10**9
 
 
-def machine(root: Path, *, available_kb: int, cgroup: str = "0::/job/rank\n", data_kb: int = 0) -> Path:
+def machine(root: Path, *, available_kb: int = 1_000_000, cgroup: str = "0::/job/rank\n", data_kb: int = 0) -> Path:
     for name, text in {
         "proc/meminfo": f"MemTotal: 99 kB\nMemAvailable:   {available_kb} kB\n",
         "proc/self/cgroup": cgroup,

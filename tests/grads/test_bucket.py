@@ -60,6 +60,14 @@ def dirty(of: BucketGradients, dtype: torch.dtype = FP32) -> Tensor:
     return torch.full((of.bucket.numel,), 77.0, dtype=dtype)
 
 
+def taken(of: BucketGradients, *factors: float | None, dtype: torch.dtype = FP32, add: bool = False) -> Tensor:
+    """The buffer after each parameter has left a gradient and all have been taken."""
+    leave(of, *factors)
+    target = dirty(of, dtype)
+    of.arrivals.take(target, add=add)
+    return target
+
+
 def counted(numel: int, factor: float = 1.0) -> Tensor:
     return torch.arange(1.0, numel + 1) * factor
 
@@ -92,9 +100,7 @@ def test_a_parameter_that_arrives_twice_counts_once() -> None:
 
 def test_what_is_taken_lies_in_its_slots_and_is_gone_from_the_parameters() -> None:
     of = gradients(flat_bucket())
-    leave(of, 1.0, 10.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, 1.0, 10.0)
     assert torch.equal(target[0:6], counted(6)) and torch.equal(target[32:37], counted(5, 10.0))
     assert all(parameter.grad is None for parameter in of.trained.parameters)
     assert of.arrivals.used == {0, 1}
@@ -102,27 +108,21 @@ def test_what_is_taken_lies_in_its_slots_and_is_gone_from_the_parameters() -> No
 
 def test_gaps_between_slots_become_zero() -> None:
     of = gradients(flat_bucket())
-    leave(of, 1.0, 1.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, 1.0, 1.0)
     assert [(gap.start, gap.stop) for gap in of.bucket.gaps()] == [(6, 32), (37, 64)]
     assert not target[6:32].any() and not target[37:64].any()
 
 
 def test_what_has_not_arrived_is_zero_and_not_used() -> None:
     of = gradients(flat_bucket())
-    leave(of, None, 2.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, None, 2.0)
     assert not target[:32].any() and torch.equal(target[32:37], counted(5, 2.0))
     assert of.arrivals.used == {1}
 
 
 def test_a_late_gradient_stays_with_its_parameter_until_the_next_time() -> None:
     of = gradients(flat_bucket())
-    leave(of, 1.0, 1.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, 1.0, 1.0)
     late = leave(of, 3.0, None)[0]  # of a closed bucket
     assert of.trained.parameters[0].grad is late and not of.arrivals.is_open
     of.arrivals.open()
@@ -144,11 +144,7 @@ def test_a_sparse_gradient_is_taken_as_a_dense_one() -> None:
 @pytest.mark.parametrize("bucket", [flat_bucket(), rows_bucket()], ids=["flat", "rows"])
 def test_gradients_change_their_dtype_when_they_are_taken(bucket: Bucket) -> None:
     of = gradients(bucket, communication=BF16)
-    leave(of, 1.001, 1.0)
-    target, wide = dirty(of, BF16), dirty(of)
-    of.arrivals.take(target, add=False)
-    leave(of, 1.001, 1.0)
-    of.arrivals.take(wide, add=False)
+    target, wide = (taken(of, 1.001, 1.0, dtype=dtype) for dtype in (BF16, FP32))
     assert torch.equal(target, wide.to(BF16)) and not torch.equal(target.float(), wide)
 
 
@@ -157,9 +153,7 @@ def test_gradients_change_their_dtype_when_they_are_taken(bucket: Bucket) -> Non
 
 def test_in_rows_every_parameter_is_cut_alone() -> None:
     of = gradients(rows_bucket())
-    leave(of, 1.0, 10.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, 1.0, 10.0)
     # Two rows of 16: three of six elements at 0, three of five (the last one is padding) at 8.
     assert target.view(2, 16).tolist() == [
         [1, 2, 3, 0, 0, 0, 0, 0, 10, 20, 30, 0, 0, 0, 0, 0],
@@ -184,18 +178,14 @@ def test_in_rows_parameters_that_fill_their_chunks_are_copied_by_one_call() -> N
 
 def test_in_rows_what_has_not_arrived_is_zero() -> None:
     of = gradients(rows_bucket())
-    leave(of, None, 1.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, None, 1.0)
     assert target.view(2, 16)[:, :8].eq(0).all()
     assert target.view(2, 16)[:, 8:11].tolist() == [[1, 2, 3], [4, 5, 0]]
 
 
 def test_a_row_is_a_rank_s_part() -> None:
     of = gradients(rows_bucket())
-    leave(of, 1.0, 10.0)
-    target = dirty(of)
-    of.arrivals.take(target, add=False)
+    target = taken(of, 1.0, 10.0)
     assert of.trained.owned == Interval(0, 16)
     of.reduced.add(target[:16])
     assert of.reduced.at_hand is not None and torch.equal(of.reduced.at_hand, target[:16])
@@ -212,18 +202,14 @@ def test_micro_batches_add_up_locally(bucket: Bucket) -> None:
         leave(of, first, second)
         of.keep_local()
         assert not of.arrivals.is_open
-    leave(once, 3.0, 7.0)
-    expected = dirty(once)
-    once.arrivals.take(expected, add=False)
+    expected = taken(once, 3.0, 7.0)
     assert of.local is not None and torch.equal(of.local, expected)
     assert of.arrivals.used == {0, 1} and of.reduced.at_hand is None, "nothing is reduced yet"
 
 
 def test_adding_leaves_padding_and_what_has_not_arrived_alone() -> None:
     of = gradients(flat_bucket())
-    leave(of, 1.0, None)
-    target = dirty(of)
-    of.arrivals.take(target, add=True)
+    target = taken(of, 1.0, None, add=True)
     assert torch.equal(target[0:6], counted(6) + 77)
     assert target[6:].eq(77).all()
 

@@ -108,6 +108,7 @@ def test_nonsense_is_refused() -> None:
         plan_layout(specs(("a", 0)), world=1, bucket_numel=10)
     with pytest.raises(ValueError, match="start <= stop"):
         Interval(3, 2)
+    assert Interval(0, 4).intersect(Interval(4, 6)) is None
     with pytest.raises(ValueError, match="outside a world of 1"):
         plan_layout(specs(("a", 4)), world=1, bucket_numel=10).buckets[0].shard(1)
 

@@ -13,6 +13,7 @@ from hf_zero.layout.reshard import (
     GroupPartition,
     Member,
     SubGroupPartition,
+    extents_in_memory,
     reshard,
     round_robin,
     sub_groups,
@@ -70,6 +71,40 @@ def test_sub_groups_close_when_their_local_elements_reach_the_limit() -> None:
     assert len(sub_groups(members, world=2, limit=28)) == 1
     assert chunk_numel(3, 2) == 2
 
+
+# Master weights in memory
+
+MASTERS = [ParameterSpec("a", 100, 0, "float32"), ParameterSpec("b", 50, 0, "float32")]
+
+
+def test_extents_of_all_ranks_cover_every_parameter_once() -> None:
+    layout = plan_layout(MASTERS, world=3, bucket_numel=1000)
+    found = [extent for rank in range(3) for extent in extents_in_memory(layout, rank, sharded=True)]
+    for index, spec in enumerate(MASTERS):
+        elements = [i for e in found if e.parameter == index for i in range(e.start, e.stop)]
+        assert sorted(elements) == list(range(spec.numel))
+
+
+def test_a_rank_that_owns_all_has_each_parameter_in_one_piece() -> None:
+    layout = plan_layout(MASTERS, world=3, bucket_numel=1000)
+    extents = list(extents_in_memory(layout, 1, sharded=False))
+    assert [(e.parameter, e.start, e.numel, e.buffer, e.offset) for e in extents] == [
+        (0, 0, 100, 0, 0),
+        (1, 0, 50, 0, 128),
+    ]
+    assert {e.rank for e in extents} == {1}
+
+
+def test_buffers_are_numbered_as_sub_groups_are() -> None:
+    layout = plan_layout(MASTERS, world=1, bucket_numel=1000)
+    extents = list(extents_in_memory(layout, 0, sharded=True, sub_group_numel=64))
+    assert [(e.parameter, e.start, e.buffer, e.offset) for e in extents] == [
+        *((0, 0, 0, 0), (0, 64, 1, 0)),
+        (1, 0, 2, 0),
+    ]
+
+
+# Any layout into any other
 
 worlds = st.integers(1, 5)
 sizes = st.lists(st.integers(1, 90), min_size=1, max_size=8)
