@@ -30,7 +30,7 @@ from torch import Tensor
 from hf_zero import ds_to_universal
 from hf_zero.checkpoint import open_checkpoint
 from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from hf_zero.checkpoint.deepspeed.folder import Folder, find
+from hf_zero.checkpoint.deepspeed.folder import find
 from hf_zero.checkpoint.deepspeed.tensor_parts import affine_maps, saved_parts
 from hf_zero.checkpoint.files.stream import streamed
 from hf_zero.checkpoint.files.torch_file import read_torch_file
@@ -43,6 +43,7 @@ from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.layout.reshard import Extent
 from hf_zero.tensor.adapters import even
+from tests.checkpoint.test_tensor_ranks import values_of, view_in_memory
 from tests.support.launch import launch
 from tests.support.oracle import oracle_environment
 
@@ -117,28 +118,11 @@ def information(maps: dict[str, Any], version: Any = 1, **more: Any) -> dict[str
 
 def view_of_rank(maps: dict[str, Any], rank: int, frozen: Sequence[str] = (), **more: Any) -> CheckpointView:
     parts = {name: part_of(WHOLE[name], entry, rank) for name, entry in maps.items()}
-    trained = [name for name in parts if name not in frozen]
-    extents = {name: [Extent(i, 0, parts[name].numel(), 0, i, 0)] for i, name in enumerate(trained)}
-    return CheckpointView(
-        folder=Folder(Path("tag"), "tag", {}, {}, False, False),
-        stage=2,
-        world=1,
-        shapes={name: tuple(parts[name].shape) for name in trained},
-        frozen={name: streamed(parts[name]) for name in frozen},
-        buffers={},
-        aliases={},
-        groups=(),
-        elements={
-            kind: StateElements(extents, {(0, i): parts[name].flatten() for i, name in enumerate(trained)})
-            for kind in (MASTER, "exp_avg")
-        },
-        meta=information(maps, **more),
-    )
-
-
-def values_of(view: CheckpointView, kind: str = MASTER) -> dict[str, Tensor]:
-    frozen = {name: value.materialise() for name, value in view.frozen.items()}
-    return {name: view.read(name, kind).view(shape) for name, shape in view.shapes.items()} | frozen
+    trained = {name: part for name, part in parts.items() if name not in frozen}
+    extents = {name: [Extent(i, 0, part.numel(), 0, i, 0)] for i, (name, part) in enumerate(trained.items())}
+    elements = StateElements(extents, {(0, i): part.flatten() for i, part in enumerate(trained.values())})
+    states = dict.fromkeys((MASTER, "exp_avg"), elements)
+    return view_in_memory(trained, {name: parts[name] for name in frozen}, states, information(maps, **more))
 
 
 @pytest.mark.parametrize("frozen", [(), ("rows", "shared", "gathered")], ids=["trained", "frozen"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,24 @@ def _cuts(ranks: int) -> dict[str, Cut]:
     }
 
 
+def view_in_memory(
+    trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], elements: Mapping[str, StateElements], meta: Any
+) -> CheckpointView:
+    """What a checkpoint of stage 2 would hold."""
+    return CheckpointView(
+        folder=Folder(Path("tag"), "tag", {}, {}, False, False),
+        stage=2,
+        world=2,
+        shapes={name: tuple(value.shape) for name, value in trained.items()},
+        frozen={name: streamed(value) for name, value in frozen.items()},
+        buffers={},
+        aliases={},
+        groups=(),
+        elements=elements,
+        meta=meta,
+    )
+
+
 def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
     """The content of one tensor rank's files; its elements are in two pieces, as with two data-parallel ranks."""
     lone = LoneCollectives()
@@ -51,30 +70,20 @@ def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
         buffers[0, index], buffers[1, index] = value.flatten()[:half], value.flatten()[half:]
     pieces = {name: [[[p.start, p.stop] for p in mine] for mine in cut.intervals] for name, cut in cuts.items()}
     stated = {n: {"shape": list(cut.shape), "dim": cut.dim, "intervals": pieces[n]} for n, cut in cuts.items()}
-    return CheckpointView(
-        folder=Folder(Path("tag"), "tag", {}, {}, False, False),
-        stage=2,
-        world=2,
-        shapes={name: tuple(value.shape) for name, value in trained.items()},
-        frozen={FROZEN: streamed(mine[FROZEN])},
-        buffers={},
-        aliases={},
-        groups=(),
-        elements={MASTER: StateElements(extents, buffers)},
-        meta={"hf_zero": {"tensor_parts": stated}} if cuts else {},
-        **more,
-    )
+    elements = {MASTER: StateElements(extents, buffers)}
+    meta = {"hf_zero": {"tensor_parts": stated}} if cuts else {}
+    return replace(view_in_memory(trained, {FROZEN: mine[FROZEN]}, elements, meta), **more)
 
 
-def _values(view: CheckpointView) -> dict[str, Tensor]:
+def values_of(view: CheckpointView, kind: str = MASTER) -> dict[str, Tensor]:
     frozen = {name: value.materialise() for name, value in view.frozen.items()}
-    return {name: view.read(name).view(shape) for name, shape in view.shapes.items()} | frozen
+    return {name: view.read(name, kind).view(shape) for name, shape in view.shapes.items()} | frozen
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_whole_is_put_together(ranks: int) -> None:
     whole = joined([_view(_cuts(ranks), rank) for rank in range(ranks)])
-    assert {name for name, value in _values(whole).items() if not torch.equal(value, WHOLE[name])} == set()
+    assert {name for name, value in values_of(whole).items() if not torch.equal(value, WHOLE[name])} == set()
     assert torch.equal(whole.master("fused").span(3, 50).materialise(), WHOLE["fused"].flatten()[3:50])
 
 
@@ -84,8 +93,8 @@ def test_other_parts_are_read(saved: int, wanted: int) -> None:
     whole = joined(views) if saved > 1 else views[0]
     for rank in range(wanted):
         part = in_parts(whole, _cuts(wanted), rank)
-        expected = _values(_view(_cuts(wanted), rank))
-        assert {name for name, value in _values(part).items() if not torch.equal(value, expected[name])} == set()
+        expected = values_of(_view(_cuts(wanted), rank))
+        assert {name for name, value in values_of(part).items() if not torch.equal(value, expected[name])} == set()
         assert torch.equal(part.read("fused", start=2, stop=9), expected["fused"].flatten()[2:9])
         stream = replace(part.frozen[FROZEN], dtype=torch.bfloat16)
         assert torch.equal(torch.cat(list(stream.chunks())), expected[FROZEN].flatten().bfloat16())
@@ -112,7 +121,7 @@ def test_what_cannot_be_put_together() -> None:
     bound = replace(views[0], whole_states={"columns": {"row": torch.ones(3)}})
     with pytest.raises(CheckpointError, match="(?s)not one value per element.*autotp_size to what it was"):
         joined([bound, views[1]])
-    assert _values(joined([bound, views[1]], with_optimizer=False)).keys() == WHOLE.keys()
+    assert values_of(joined([bound, views[1]], with_optimizer=False)).keys() == WHOLE.keys()
     with pytest.raises(CheckpointError, match=r"'columns' has the shape \(5, 7\) there and \(6, 7\) in the model"):
         in_parts(joined(views), {"columns": Cut((6, 7), 0, even(6, 2))}, 0)
 

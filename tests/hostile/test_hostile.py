@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,17 +62,13 @@ def test_many_programs_are_right(runner: ProcessRunner, first: int) -> None:
 # Injected faults on rank 1, whenever a Bank runs
 
 
-def planted(act: Any) -> Any:
+def make_planted(act: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     """An engine, on rank 1 of which `act(output)` replaces the output of every Bank."""
-
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        engine = make_zero_engine(model, optimizer, config)
-        for module in engine.module.modules():
-            if isinstance(module, Bank) and os.environ["RANK"] == "1":
-                module.register_forward_hook(lambda _module, _args, output: act(output))
-        return engine
-
-    return make
+    engine = make_zero_engine(model, optimizer, config)
+    for module in engine.module.modules():
+        if isinstance(module, Bank) and os.environ["RANK"] == "1":
+            module.register_forward_hook(lambda _module, _args, output: act(output))
+    return engine
 
 
 def slightly_wrong(output: Any) -> Any:
@@ -88,23 +85,6 @@ def dying(output: Any) -> Any:
 
 def raising(output: Any) -> Any:
     raise ValueError("planted")
-
-
-# At module level, so that they can be pickled by name.
-def make_slightly_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    return planted(slightly_wrong)(model, optimizer, config)
-
-
-def make_hanging(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    return planted(hanging)(model, optimizer, config)
-
-
-def make_dying(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    return planted(dying)(model, optimizer, config)
-
-
-def make_raising(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    return planted(raising)(model, optimizer, config)
 
 
 def make_refusing(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
@@ -133,7 +113,7 @@ HARMLESS = with_banks(("other", "more"))
 
 
 def test_a_wrong_value_is_noticed_and_shrinks_to_what_makes_it() -> None:
-    with ProcessRunner(make_slightly_wrong) as runner:
+    with ProcessRunner(partial(make_planted, slightly_wrong)) as runner:
         verdict = runner.run(HARMFUL)
         assert verdict.kind == "wrong" and "rank 1: losses[0] is" in verdict.detail
         assert runner.run(HARMLESS).is_ok
@@ -156,7 +136,7 @@ def _is_fit(program: Program) -> bool:
 
 
 def test_a_hang_is_noticed_with_what_the_ranks_were_doing_and_the_next_program_runs() -> None:
-    with ProcessRunner(make_hanging) as runner:
+    with ProcessRunner(partial(make_planted, hanging)) as runner:
         assert runner.run(HARMLESS).is_ok
         verdict = runner.run(HARMFUL, SHORT_S)
         assert verdict.kind == "hung" and "did not end in time" in verdict.detail
@@ -179,8 +159,8 @@ def _calls_bank(program: Program) -> bool:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (make_dying, "died", "rank 1 is gone"),
-        (make_raising, "died", "rank 1: Traceback"),
+        (partial(make_planted, dying), "died", "rank 1 is gone"),
+        (partial(make_planted, raising), "died", "rank 1: Traceback"),
         (make_refusing, "refused", "NotImplementedError: not this one"),
     ],
 )

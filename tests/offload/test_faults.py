@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from hf_zero.api import parameter_access
 from hf_zero.offload import swap_store as drives
 from hf_zero.offload.swap_store import FileAccess
 from hf_zero.offload.vector import StorageError
-from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
+from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.refusing_access import RefusingAccess
 from tests.offload.test_offload import on_drive
 from tests.support.models import mlp_batches
@@ -142,7 +143,7 @@ def test_a_failed_drive_stops_all_ranks_outside_training_too(use: str, tmp_path:
         assert not entries, "nothing is saved of what has been lost"
 
 
-def start_too_small(rank: int, run: Run, after: int) -> str:
+def start_on(rank: int, run: Run, after: int) -> str:
     """The drive of rank 1 is full after `after` reservations."""
 
     class Full(FileAccess):
@@ -162,24 +163,13 @@ def start_too_small(rank: int, run: Run, after: int) -> str:
     return "started"
 
 
-@pytest.mark.parametrize("after", [0, 9])
-def test_a_drive_that_fills_up_at_the_start_stops_all_ranks_then(after: int, tmp_path: Path) -> None:
-    run = Run(3, zero=on_drive(tmp_path, parameters=True))
-    for message in run_ranks(start_too_small, 2, run, after):
+def test_a_drive_that_is_not_there_or_fills_up_at_the_start_stops_all_ranks_then(tmp_path: Path) -> None:
+    there = Run(3, zero=on_drive(tmp_path, parameters=True))
+    missing = Run(2, zero=on_drive(tmp_path / "unmounted", parameters=False))
+    *full, unmounted = run_each(start_on, 2, [(there, 0), (there, 9), (missing, 99)])
+    for message in itertools.chain(*full):
         assert "rank 1: " in message and "bytes more, and the drive has" in message and str(tmp_path) in message
-
-
-def start_on(rank: int, run: Run) -> str:
-    try:
-        train_run(rank, 2, run)
-    except StorageError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_drive_that_is_not_there_stops_all_ranks_at_the_start(tmp_path: Path) -> None:
-    run = Run(2, zero=on_drive(tmp_path / "unmounted", parameters=False))
-    assert all("is not an existing folder" in message for message in run_ranks(start_on, 2, run))
+    assert all("is not an existing folder" in message for message in unmounted)
 
 
 def test_a_folder_that_goes_while_training_runs_does_no_harm(tmp_path: Path) -> None:
@@ -187,17 +177,13 @@ def test_a_folder_that_goes_while_training_runs_does_no_harm(tmp_path: Path) -> 
     drive = tmp_path / "drive"
     drive.mkdir()
     run = Run(2, zero=on_drive(drive, parameters=False))
-    [expected] = run_ranks(train_run, 1, 1, Run(2))
-    [(numbers, weights)] = run_ranks(train_without_folder, 1, run, str(drive))
-    assert numbers == expected[0]
-    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
-
-
-def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    expected = train_run(0, 1, Run(2))
     engine = engine_for(run, 1)
-    numbers = train(engine, run, rank, 1, steps=1)
-    Path(drive).rename(drive + ".gone")
-    return numbers + train(engine, run, rank, 1, first=1, steps=run.steps - 1), weights_of(engine)
+    numbers = train(engine, run, 0, 1, steps=1)
+    drive.rename(tmp_path / "gone")
+    numbers += train(engine, run, 0, 1, first=1, steps=run.steps - 1)
+    assert_same_bits((numbers, weights_of(engine)), expected)
+    engine.destroy()
 
 
 def killed_in_update(rank: int, run: Run, folder: str) -> None:
