@@ -7,7 +7,6 @@ import torch
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import OffloadParam
-from hf_zero.offload import run_folder
 from hf_zero.offload.placement import Placements, in_memory_placement, store_of_parameters
 from hf_zero.offload.vector import MemoryStore, StorageError, all_or_none, stop_if_any, sync_failures
 
@@ -80,16 +79,3 @@ def test_far_placements_alternate_by_their_shares() -> None:
     assert placements.next(1) is near
     chosen = ["device" if placements.next(1) is device else "host" for _ in range(8)]
     assert chosen == ["device", "host", "device", "device"] * 2
-
-
-def test_what_is_to_be_tidied_up_at_a_signal_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[int] = []
-    monkeypatch.setattr(run_folder, "_watch", lambda: watched.append(1))
-    monkeypatch.setattr(run_folder, "_tasks", [])
-    monkeypatch.setattr(run_folder, "_owner", [])
-    task = lambda: None  # noqa: E731
-    run_folder.at_signal(task)
-    assert run_folder._tasks == [task] and watched == [1]
-    run_folder.forget(task)
-    run_folder.forget(task)
-    assert run_folder._tasks == []

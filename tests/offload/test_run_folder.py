@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.run_folder import RunFolder, at_signal, forget
 from hf_zero.offload.vector import StorageError
 from tests.support.ranks import forking_context
 
 HOLDER = """
 import sys, time
-from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.run_folder import RunFolder, at_signal, forget
 folder = RunFolder(sys.argv[1])
 (folder.path / "states").write_bytes(bytes(1000))
 print(folder.path.name, flush=True)
@@ -85,6 +85,30 @@ def test_it_goes_when_its_process_is_told_to_end(is_busy: bool, number: signal.S
     process.join(timeout=60)
     assert process.exitcode == -number
     assert list(tmp_path.iterdir()) == []
+
+
+def wait_with_tasks(root: str, pipe: Connection) -> None:
+    """Waits for a signal, for which one task is still to be done."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    kept, done = (Path(root, name).touch for name in ("kept", "done"))
+    at_signal(kept)
+    at_signal(done)
+    for _ in range(2):
+        forget(done)
+    pipe.send("")
+    pipe.recv()
+
+
+def test_what_is_to_be_done_at_a_signal_can_be_forgotten(tmp_path: Path) -> None:
+    context = forking_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=wait_with_tasks, args=(str(tmp_path), theirs))
+    process.start()
+    ours.recv()
+    process.terminate()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_a_program_that_handles_the_signal_keeps_it(tmp_path: Path) -> None:
