@@ -189,8 +189,8 @@ def run_flat(rank: int, num_steps: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_many_steps(num_steps: int) -> None:
-    """From the first one on. Before ranks knew that they all do the same, none waited for another: buffers held all
-    gradients."""
+    """Buffers hold no more from the first one on. Before ranks knew that they all do the same, none waited for another:
+    they held all gradients."""
     for levels in run_ranks(run_flat, 2, num_steps):
-        assert len({live for live, _ in levels}) == 1
+        assert len({live for live, _ in levels[1:]}) == 1
         assert max(kept for _, kept in levels) <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
