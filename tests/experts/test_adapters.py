@@ -9,10 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.experts.training import Trained, batches, engine_of, in_one_process, model_of, train
+from tests.experts.training import batches, engine_of, in_one_process, model_of
+from tests.support.one_process import Difference, assert_small, differences, train
 from tests.support.ranks import run_ranks
-
-TOLERANCE = 1e-5
 
 
 def adapted(kind: str) -> Any:
@@ -27,26 +26,25 @@ def adapted(kind: str) -> Any:
     return model
 
 
-def _trained(rank: int, world: int, kind: str, ways: list[tuple[int, int]], folder: str) -> dict[str, Any]:
-    model, data, found = adapted(kind), batches(4 * world), {}
+def _trained(rank: int, world: int, kind: str, ways: list[tuple[int, int]], folder: str) -> dict[str, Difference]:
+    model, data = adapted(kind), batches(4 * world)
+    found: dict[str, Difference] = {}
     plain = in_one_process(model, data, together=world)
     for first, then in zip(ways, ways[1:], strict=False):
         engine = engine_of(model, first[0], first[1], rank)
-        before = train(engine, data[: 2 * world], rank, world)
+        before = train(engine, data[: 2 * world])
         engine.save_checkpoint(folder, "tag")
         engine.destroy()
         engine = engine_of(model, then[0], then[1], rank)
         engine.load_checkpoint(folder, "tag")
-        after = train(engine, data[2 * world :], rank, world)
+        after = train(engine, data[2 * world :])
         engine.destroy()
-        both = Trained(before.losses + after.losses, before.norms + after.norms, after.weights)
-        found[f"{first} to {then}"] = both.differs_from(plain, plain.losses[rank::world])
+        found[f"{first} to {then}"] = differences(before.then(after), plain.seen_by(rank, world))
     return found
 
 
 def _check(world: int, kind: str, ways: list[tuple[int, int]], folder: Path) -> None:
-    for found in run_ranks(_trained, world, world, kind, ways, str(folder), timeout_s=1200):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_trained, world, world, kind, ways, str(folder), timeout_s=1200))
 
 
 def test_adapters_train_and_go_on(tmp_path: Path) -> None:

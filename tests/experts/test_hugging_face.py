@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from transformers.distributed import DistributedConfig
 
-from tests.experts.training import CLIP, batches, in_one_process, model_of
+from tests.experts.training import batches, in_one_process, model_of
 from tests.support.models import Samples
+from tests.support.one_process import CLIP
 from tests.support.ranks import run_ranks
 
 TOLERANCE, WORLD, STEPS = 1e-5, 2, 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.experts.training import KINDS, batches, engine_of, in_one_process, model_of, train
+from tests.experts.training import KINDS, batches, engine_of, in_one_process, model_of
+from tests.support.one_process import Difference, assert_small, differences, train
 from tests.support.ranks import run_ranks
 
-TOLERANCE = 1e-5
-Found = dict[str, tuple[float, ...]]
+Found = dict[str, Difference]
 Case = tuple[str, int, int, str]  # kind of model, stage, ranks per expert group, implementation of the experts
 
 
@@ -23,18 +23,14 @@ def _each(rank: int, world: int, cases: list[Case], steps: int, accumulated: int
         plain = in_one_process(model_of(kind), data, together=world * accumulated)
         for _, stage, size, implementation in of_kind:
             engine = engine_of(model_of(kind, implementation), stage, size, rank, **more)
-            trained = train(engine, data, rank, world)
-            found[f"{kind}, stage {stage}, {size} ranks, {implementation}"] = trained.differs_from(
-                plain, plain.losses[rank::world]
-            )
+            name = f"{kind}, stage {stage}, {size} ranks, {implementation}"
+            found[name] = differences(train(engine, data), plain.seen_by(rank, world))
             engine.destroy()
     return found
 
 
 def _check(cases: list[Case], world: int, *, steps: int = 5, accumulated: int = 1, **more: Any) -> None:
-    for found in run_ranks(_each, world, world, cases, steps, accumulated, more, timeout_s=1200):
-        assert len(found) == len(cases)
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_each, world, world, cases, steps, accumulated, more, timeout_s=1200))
 
 
 def test_four_ranks_train_as_one_process() -> None:

@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.experts.training import Trained, batches, engine_of, in_one_process, model_of, train
+from tests.experts.training import batches, engine_of, in_one_process, model_of
+from tests.support.one_process import (
+    Difference,
+    assert_small,
+    difference_of_weights,
+    differences,
+    train,
+)
 from tests.support.ranks import run_ranks
 
-TOLERANCE, WORLD = 1e-5, 4
+WORLD = 4
 Way = tuple[int, int, int, int]  # stage and ranks per expert group for saving, and for resuming
 DEFAULT: list[Way] = [(1, 2, 3, 4), (3, 2, 2, 1)]
 ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1, 2, 4)]
@@ -18,7 +25,7 @@ ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1,
 
 def _resumed(
     rank: int, ways: list[Way], kind: str, folder: str, device: str, copies: tuple[int, int]
-) -> dict[str, tuple[float, ...]]:
+) -> dict[str, Difference]:
     """`copies`: replicas of the states for saving and for resuming; 1: not replicated."""
     data, model = batches(WORLD * 4), model_of(kind)
     plain = in_one_process(model, data, together=WORLD)
@@ -26,29 +33,27 @@ def _resumed(
     place = {"device": device, "nvme_path": folder}
     groups = [{"hf_zero": {"shard_group": WORLD // number}} if number > 1 else {} for number in copies]
     offload = {} if device == "none" else {"offload_optimizer": place, "offload_param": place}
-    found = {}
+    found: dict[str, Difference] = {}
     for number, (stage, size, stage_then, size_then) in enumerate(ways):
         engine = engine_of(model, stage, size, rank, offload, **groups[0])
-        before = train(engine, data[: WORLD * 2], rank, WORLD)
-        found[f"{stage}, {size}"] = before.differs_from(half, half.losses[rank::WORLD])
+        before = train(engine, data[: WORLD * 2])
+        found[f"{stage}, {size}"] = differences(before, half.seen_by(rank, WORLD))
         engine.save_checkpoint(folder, f"{number}")
         engine.destroy()
         engine = engine_of(model, stage_then, size_then, rank, offload, **groups[1])
         engine.load_checkpoint(folder, f"{number}")
-        after = train(engine, data[WORLD * 2 :], rank, WORLD)
+        after = train(engine, data[WORLD * 2 :])
         engine.destroy()
-        both = Trained(before.losses + after.losses, before.norms + after.norms, after.weights)
-        found[f"{stage}, {size} to {stage_then}, {size_then}"] = both.differs_from(plain, plain.losses[rank::WORLD])
+        name = f"{stage}, {size} to {stage_then}, {size_then}"
+        found[name] = differences(before.then(after), plain.seen_by(rank, WORLD))
         if rank == 0:
             whole = get_fp32_state_dict_from_zero_checkpoint(folder, f"{number}")
-            apart = max(float((whole[name] - value).abs().max()) for name, value in half.weights.items())
-            found[f"{stage}, {size}, whole"] = (apart,)
+            found[f"{stage}, {size}, whole"] = difference_of_weights(whole, half.weights)
     return found
 
 
 def _check(ways: list[Way], kind: str, folder: Path, device: str = "none", copies: tuple[int, int] = (1, 1)) -> None:
-    for found in run_ranks(_resumed, WORLD, ways, kind, str(folder), device, copies, timeout_s=1200):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_resumed, WORLD, ways, kind, str(folder), device, copies, timeout_s=1200))
 
 
 def test_training_goes_on_with_other_groups(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,19 @@ from hf_zero.comm.mesh import Dimension, Hosts, Mesh, agreeing, consecutive
 from hf_zero.comm.parts import held_part
 from hf_zero.ds_to_universal import main as ds_to_universal
 from tests.experts.test_adapters import adapted
-from tests.experts.training import KINDS, Trained, batches, engine_of, in_one_process, model_of, train
+from tests.experts.training import KINDS, batches, engine_of, in_one_process, model_of
+from tests.support.one_process import (
+    Difference,
+    Trained,
+    assert_small,
+    difference_of_weights,
+    differences,
+    train,
+)
 from tests.support.ranks import run_ranks
 
-TOLERANCE, TOGETHER = 1e-5, 4  # batches of an update
-Found = dict[str, tuple[float, ...]]
+TOGETHER = 4  # batches of an update
+Found = dict[str, Difference]
 
 
 class Shape(NamedTuple):
@@ -41,12 +50,8 @@ class Shape(NamedTuple):
         )
 
 
-def _trained(engine: Any, data: list[Any]) -> Trained:
-    return train(engine, data, engine.groups.data.rank, engine.groups.data.size)
-
-
-def _differs(engine: Any, found: Trained, plain: Trained) -> tuple[float, ...]:
-    return found.differs_from(plain, plain.losses[engine.groups.data.rank :: engine.groups.data.size])
+def _differs(engine: Any, found: Trained, plain: Trained) -> Difference:
+    return differences(found, plain.seen_by(engine.groups.data.rank, engine.groups.data.size))
 
 
 def _load_whole_weights(engine: Any) -> None:
@@ -62,16 +67,14 @@ def _each(rank: int, world: int, cases: list[tuple[str, Shape, str]], steps: int
     plain = {kind: in_one_process(model_of(kind), data, together=TOGETHER) for kind in {case[0] for case in cases}}
     for kind, shape, implementation in cases:
         engine = shape.engine(model_of(kind, implementation), rank, world, **more)
-        found[f"{kind}, {shape}, {implementation}"] = _differs(engine, _trained(engine, data), plain[kind])
+        found[f"{kind}, {shape}, {implementation}"] = _differs(engine, train(engine, data), plain[kind])
         _load_whole_weights(engine)
         engine.destroy()
     return found
 
 
 def _check(world: int, cases: list[tuple[str, Shape, str]], *, steps: int = 3, **more: Any) -> None:
-    for found in run_ranks(_each, world, world, cases, steps, more, timeout_s=1200):
-        assert len(found) == len(cases)
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_each, world, world, cases, steps, more, timeout_s=1200))
 
 
 def test_four_ranks_train_as_one_process() -> None:
@@ -143,15 +146,14 @@ def _in_a_tensor_group(rank: int) -> Found:
     for stage in (0, 3):
         more = {"tensor_parallel": {"autotp_size": 2}, "gradient_accumulation_steps": TOGETHER}
         engine = engine_of(model, stage, 2, rank, **more)
-        found[f"stage {stage}"] = _differs(engine, _trained(engine, data), plain)
+        found[f"stage {stage}"] = _differs(engine, train(engine, data), plain)
         engine.destroy()
     return found
 
 
 def test_a_tensor_group_that_holds_all_experts() -> None:
     """autoep_size = autotp_size, which DeepSpeed accepts: two ranks hold half of each expert, not half of them."""
-    for found in run_ranks(_in_a_tensor_group, 2):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {} and len(found) == 2
+    assert_small(run_ranks(_in_a_tensor_group, 2))
 
 
 def _generated(rank: int, stage: int) -> tuple[list[int], list[int]]:
@@ -197,41 +199,39 @@ ALL = [
 def _resumed(
     rank: int, kind: str, ways: list[tuple[Shape, Shape]], folder: str, zero: dict[str, Any], has_lora: bool
 ) -> Found:
-    data, found, model = batches(TOGETHER * 4), {}, adapted(kind) if has_lora else model_of(kind)
+    data, model = batches(TOGETHER * 4), adapted(kind) if has_lora else model_of(kind)
+    found: Found = {}
     plain = in_one_process(model, data, together=TOGETHER)
     half = in_one_process(model, data[: TOGETHER * 2], together=TOGETHER)
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     for number, (first, then) in enumerate(ways):
         tag = str(number)
         engine = first.engine(model, rank, 4, zero)
-        before = _trained(engine, data[: TOGETHER * 2])
+        before = train(engine, data[: TOGETHER * 2])
         found[f"{first}"] = _differs(engine, before, half)
         engine.save_checkpoint(folder, tag)
         engine.save_16bit_model(f"{folder}/{tag}", "whole.bin")
         engine.destroy()
         engine = then.engine(model, rank, 4, zero)
         engine.load_checkpoint(folder, tag)
-        after = _trained(engine, data[TOGETHER * 2 :])
-        ranks = engine.groups.data
-        rest = plain.losses[TOGETHER * 2 :][ranks.rank :: ranks.size]
-        both = Trained(after.losses, before.norms + after.norms, after.weights)
-        found[f"{first} to {then}"] = both.differs_from(plain, rest)
+        after = train(engine, data[TOGETHER * 2 :])
+        expected = replace(plain, losses=plain.losses[TOGETHER * 2 :])
+        both = replace(after, norms=before.norms + after.norms)
+        found[f"{first} to {then}"] = _differs(engine, both, expected)
         engine.destroy()
         if rank == 0:
             for whole in (
                 get_fp32_state_dict_from_zero_checkpoint(folder, tag),
                 torch.load(f"{folder}/{tag}/whole.bin"),
             ):
-                apart = max(float((whole[name] - value).abs().max()) for name, value in half.weights.items())
-                found[f"{first}, {len(found)}"] = (apart,)
+                found[f"{first}, {len(found)}"] = difference_of_weights(whole, half.weights)
     return found
 
 
 def _check_resumed(
     ways: list[tuple[Shape, Shape]], folder: Path, kind: str = "mixtral", has_lora: bool = False, **zero: Any
 ) -> None:
-    for found in run_ranks(_resumed, 4, kind, ways, str(folder), zero, has_lora, timeout_s=1200):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_resumed, 4, kind, ways, str(folder), zero, has_lora, timeout_s=1200))
 
 
 def test_training_goes_on_with_other_groups(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def _universal(rank: int, folder: str, first: Shape, then: Shape) -> float:
     """The largest difference of a weight after a save, a conversion and a load."""
     model = model_of("mixtral")
     engine = first.engine(model, rank, 4)
-    _trained(engine, batches(TOGETHER))
+    train(engine, batches(TOGETHER))
     before = engine.module_state_dict()
     engine.save_checkpoint(folder, "ours")
     if rank == 0:
@@ -275,7 +275,7 @@ def _universal(rank: int, folder: str, first: Shape, then: Shape) -> float:
     engine.load_checkpoint(folder, "all")
     after = engine.module_state_dict()
     engine.destroy()
-    return max(float((after[name] - value).abs().max()) for name, value in before.items())
+    return difference_of_weights(after, before)
 
 
 @pytest.mark.slow

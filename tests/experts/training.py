@@ -1,14 +1,11 @@
-"""Training with expert parallelism, and the same in one plain process: losses, norms and weights compared."""
+"""Tiny models with experts, and their training with expert parallelism and in one plain process."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -18,9 +15,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-VOCABULARY, RATE, CLIP, EXPERTS, HIDDEN, LAYERS = 61, 0.1, 0.5, 4, 16, 2
+from tests.support import one_process
+from tests.support.models import Batch
+from tests.support.one_process import CLIP, Trained
+
+VOCABULARY, EXPERTS, HIDDEN, LAYERS = 61, 4, 16, 2
 KINDS = ("mixtral", "qwen3", "deepseek", "gpt-oss")
-Batch = dict[str, Tensor]
 
 
 def config_of(kind: str) -> PreTrainedConfig:
@@ -65,52 +65,18 @@ def model_of(kind: str, implementation: str = "eager") -> nn.Module:
     return model.train()
 
 
-def batches(number: int, size: int = 2, length: int = 7) -> list[Batch]:
-    generator = torch.Generator().manual_seed(11)
-    made = []
-    for _ in range(number):
-        ids = torch.randint(1, VOCABULARY, (size, length), generator=generator)
-        made.append({"input_ids": ids, "labels": ids.clone()})
-    return made
+def batches(number: int) -> list[Batch]:
+    """Few tokens, of which some experts get none."""
+    return one_process.batches(number, length=7, vocabulary=VOCABULARY)
 
 
-@dataclass
-class Trained:
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-
-    def differs_from(self, other: Trained, losses: list[float] | None = None) -> tuple[float, float, float]:
-        """The largest difference of losses, norms and weights; `losses` are the other's, in another order."""
-        assert list(self.weights) == list(other.weights)
-        pairs = ((mine.cpu(), other.weights[name].cpu()) for name, mine in self.weights.items())
-        weights = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-        told = other.losses if losses is None else losses
-        return _apart(self.losses, told), _apart(self.norms, other.norms), weights
-
-
-def _apart(ours: list[float], theirs: list[float]) -> float:
-    return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
-
-
-def optimizer_of(model: nn.Module) -> Any:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
 
 
 def in_one_process(model: nn.Module, data: list[Batch], *, together: int) -> Trained:
     """Plain PyTorch, with `together` batches per update."""
-    model = copy.deepcopy(model)
-    optimizer = optimizer_of(model)
-    losses, norms = [], []
-    for start in range(0, len(data), together):
-        for batch in data[start : start + together]:
-            loss = model(**batch).loss
-            (loss / together).backward()
-            losses.append(loss.item())
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return one_process.in_one_process(model, data, data_ranks=together, make_optimizer=adamw)
 
 
 def engine_of(
@@ -123,16 +89,11 @@ def engine_of(
     in_shards: bool = False,
     **more: Any,
 ) -> Any:
-    """The other ranks start with different values, which must not matter.
+    """An engine with `size` ranks per expert group.
 
     Args:
         zero: further keys of the section zero_optimization; `more`: of the config.
-        in_shards: as `zero.Init` makes it.
     """
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(rank)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
@@ -140,23 +101,7 @@ def engine_of(
         "expert_parallel": {"enabled": size > 1, "autoep_size": size},
         **more,
     }
-    if in_shards:
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    return deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
-
-
-def train(engine: Any, data: list[Batch], rank: int, world: int) -> Trained:
-    losses, norms = [], []
-    for number, batch in enumerate(data[rank::world]):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        losses.append(loss.item())
-        engine.step()
-        if (number + 1) % engine.gradient_accumulation_steps() == 0:
-            norms.append(float(engine.get_global_grad_norm()))
-    names = [name for name, _ in engine.module.named_parameters()]
-    weights = engine.module_state_dict()
-    return Trained(losses, norms, {name: weights[name].clone() for name in names})
+    return one_process.engine_of(model, config, rank=rank, in_shards=in_shards, make_optimizer=adamw)
 
 
 def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import groups
+from torch import nn
 
 from hf_zero.config import ConfigError, resolve
-from tests.mesh.training import Shape, compare, differences, engine_of, plain_run, train
+from tests.mesh.training import Shape, compare, differences, engine_of, plain_run
+from tests.support.one_process import Difference, assert_small, batches, train
 from tests.support.ranks import run_ranks
-from tests.tensor.training import Trained, batches, model_of
+from tests.tensor.models import model_of
 
-TOLERANCE = 1e-5
-Found = dict[str, tuple[float, ...]]
+Found = dict[str, Difference]
 
 COPIES: dict[str, Any] = {"own": {"shard_group": 1}}
 FOUR = {
@@ -49,9 +51,7 @@ def _each(rank: int, shapes: list[tuple[str, Shape, int]], world: int, steps: in
 
 
 def _check(shapes: list[tuple[str, Shape, int]], *, world: int = 4, steps: int = 20, kind: str = "llama") -> None:
-    for found in run_ranks(_each, world, shapes, world, steps, kind, timeout_s=600):
-        assert len(found) == len(shapes)
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_each, world, shapes, world, steps, kind, timeout_s=600))
 
 
 def _at(shapes: dict[str, Shape], stages: tuple[int, ...]) -> list[tuple[str, Shape, int]]:
@@ -99,25 +99,24 @@ def _resumed(rank: int, stage: int, ways: tuple[tuple[str, str], ...], folder: s
     """Two updates, saved in one shape and loaded in another, and two more. Every update takes four batches."""
     data, model = batches(16), model_of("llama")
     plain = plain_run("llama", steps=4, together=4)
-    found = {}
+    found: Found = {}
     for number, (first, then) in enumerate(ways):
-        norms: list[float] = []
-        for name, part in ((first, data[:8]), (then, data[8:])):
-            shape = FOUR[name]
-            data_ranks = 4 // (shape.tensor * shape.sequence)
-            engine = engine_of(model, shape, stage, accumulated=4 // data_ranks)
-            if name == first:
-                trained = train(engine, part)
-                engine.save_checkpoint(folder, f"{number}")
-            else:
-                engine.load_checkpoint(folder, f"{number}")
-                trained = train(engine, part)
-            norms += trained.norms
-            engine.destroy()
-        found[f"{first} to {then}"] = differences(
-            Trained([0.0], norms, trained.weights), Trained([0.0], plain.norms, plain.weights)
-        )
+        engine = _taking_four(model, FOUR[first], stage)
+        before = train(engine, data[:8])
+        engine.save_checkpoint(folder, f"{number}")
+        engine.destroy()
+        engine = _taking_four(model, FOUR[then], stage)
+        engine.load_checkpoint(folder, f"{number}")
+        after = train(engine, data[8:])
+        expected = replace(plain, losses=plain.losses[8:]).seen_by(engine.groups.data.rank, engine.groups.data.size)
+        engine.destroy()
+        found[f"{first} to {then}"] = differences(replace(after, norms=before.norms + after.norms), expected)
     return found
+
+
+def _taking_four(model: nn.Module, shape: Shape, stage: int) -> Any:
+    """An engine whose updates take four batches."""
+    return engine_of(model, shape, stage, accumulated=shape.tensor * shape.sequence)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,7 @@ def _resumed(rank: int, stage: int, ways: tuple[tuple[str, str], ...], folder: s
     ],
 )
 def test_checkpoints_go_from_shape_to_shape(stage: int, ways: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    for found in run_ranks(_resumed, 4, stage, ways, str(tmp_path), timeout_s=300):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_resumed, 4, stage, ways, str(tmp_path), timeout_s=300))
 
 
 def _registered(rank: int) -> tuple[dict[str, Any], tuple[float, ...]]:
@@ -157,7 +155,7 @@ def test_groups_of_a_program_and_of_the_config_cross() -> None:
             "data": (1, 2),
             "groups": (2, 2),
         }
-        assert max(worst) <= TOLERANCE
+        assert_small([{"losses, norms and weights": worst}])
 
 
 def _dealt_out(rank: int) -> list[tuple[int, ...]]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed
-import torch
 from torch import nn
 
-from hf_zero.sequence.batches import part_of
-from tests.sequence.training import whole_loss
-from tests.tensor.training import CLIP, RATE, Batch, Trained, batches, in_one_process, model_of
+from tests.support import one_process
+from tests.support.one_process import CLIP, Trained, batches, in_one_process, train
+from tests.tensor.models import model_of
 
 
 @dataclass(frozen=True)
@@ -44,29 +41,7 @@ def engine_of(
     }
     if mpu is None:
         config["sequence_parallel_size"] = shape.sequence
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    given = {"mpu": mpu, "training_data": training_data}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **given)[0]
-
-
-def train(engine: Any, data: list[Batch]) -> Trained:
-    """`data` is that of all data-parallel ranks, distributed in turns; losses are this rank's."""
-    ranks, sample, losses, norms = engine.groups.data, engine.groups.sample, [], []
-    for batch in data[ranks.rank :: ranks.size]:
-        if sample.size > 1:
-            part = part_of(batch, sample.rank, sample.size)
-            loss = whole_loss(
-                engine(**part, labels=part["shift_labels"]).loss, part, engine.get_sequence_parallel_group()
-            )
-        else:
-            loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        if len(losses) % engine.gradient_accumulation_steps() == 0:
-            norms.append(float(engine.get_global_grad_norm()))
-    return Trained(losses, norms, engine.module_state_dict())
+    return one_process.engine_of(model, config, mpu=mpu, training_data=training_data)
 
 
 @functools.cache
@@ -86,15 +61,13 @@ def compare(
     assert engine.groups.data.size == data_ranks and engine.train_batch_size() == 2 * accumulated * (
         world // shape.sequence
     )
-    found = train(engine, data)
-    own = plain.losses[engine.groups.data.rank :: data_ranks]
+    found, expected = train(engine, data), plain.seen_by(engine.groups.data.rank, data_ranks)
     engine.destroy()
-    return differences(found, Trained(own, plain.norms, plain.weights))
+    return differences(found, expected)
 
 
 def differences(found: Trained, plain: Trained) -> tuple[float, ...]:
-    return (
-        max(abs(a - b) for a, b in zip(found.losses, plain.losses, strict=True)),
-        max(abs(a - b) / max(1.0, b) for a, b in zip(found.norms, plain.norms, strict=True)),
-        max((found.weights[name] - value).abs().max().item() for name, value in plain.weights.items()),
-    )
+    """The largest difference of a loss, of a norm in proportion to it, and of a weight."""
+    loss, _, weight = one_process.differences(found, plain)
+    norms = zip(found.norms, plain.norms, strict=True)
+    return loss, max(abs(a - b) / max(1.0, b) for a, b in norms), weight

@@ -17,13 +17,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.integration.flows import clean
+from tests.mesh.hugging_face import by_accelerator, run_trainer, trained_by
 from tests.mesh.training import differences
-from tests.sequence import training as sequences
-from tests.sequence.hugging_face import by_accelerator, rows_of
-from tests.support.models import Samples
-from tests.tensor.hugging_face import run_trainer, trained_by
+from tests.sequence.hugging_face import parallelism
+from tests.sequence.training import with_masks
+from tests.support.models import Batch, Samples
+from tests.support.one_process import Trained, difference_of_weights, in_one_process
 from tests.tensor.lora import adapted
-from tests.tensor.training import Batch, Trained, by_tokens, model_of, padded
+from tests.tensor.models import model_of
+from tests.tensor.training import padded
 
 ACCUMULATED = 3  # the last update has fewer
 
@@ -32,8 +34,9 @@ def by_trainer(folder: Path, stage: int, model: nn.Module, *, data_ranks: int = 
     """Differences of a training from one process, of its evaluation and of saved weights. A resumed training has the
     bits of the uninterrupted one."""
     rows = padded(8 * data_ranks)
-    plain = by_tokens(model, in_turn(rows, data_ranks), together=ACCUMULATED * data_ranks)
-    options = {"stage": stage, "sequence": 2, "accumulated": ACCUMULATED, "per_device_eval_batch_size": 2}
+    dealt = in_turn(rows, data_ranks)
+    plain = in_one_process(model, dealt, data_ranks=data_ranks, accumulated=ACCUMULATED, by_tokens=True)
+    options = {"stage": stage, "tensor": 2, "sequence": 2, "accumulated": ACCUMULATED}
     trainer = run_trainer(rows, folder, model=copy.deepcopy(model), include_num_input_tokens_seen="all", **options)
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * ACCUMULATED * data_ranks
     assert trainer.state.num_input_tokens_seen == sum(batch["input_ids"].numel() for batch in rows)
@@ -45,7 +48,7 @@ def by_trainer(folder: Path, stage: int, model: nn.Module, *, data_ranks: int = 
         return found
     clean()  # so that stage 3 does not shard what is loaded
     saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
-    found["saved"] = max((saved[name] - value).abs().max().item() for name, value in plain.weights.items())
+    found["saved"] = difference_of_weights(saved, plain.weights)
     last = folder / "checkpoint-2"
     resumed = trained_by(run_trainer(rows, folder, model=copy.deepcopy(model), resume=last, **options))
     assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
@@ -71,12 +74,10 @@ def _evaluated(model: nn.Module, trained: Trained, rows: list[Batch]) -> float:
 
 def by_accelerate(stage: int, **sizes: int) -> float:
     """The largest difference of a training in Accelerate's loop from one process."""
-    rows = rows_of(4)
-    plain = sequences.in_one_process(sequences.model_of("llama"), rows, data_ranks=1)
-    found = by_accelerator(rows, stage=stage, size=2, tensor=2, **sizes)
-    assert found.losses and len(found.losses) == len(plain.losses)
-    weights = [(found.weights[name] - value).abs().max().item() for name, value in plain.weights.items()]
-    return max(*weights, *(abs(one - other) for one, other in zip(found.losses, plain.losses, strict=True)))
+    rows = with_masks(4)
+    plain = in_one_process(model_of("llama"), rows)
+    found = by_accelerator(rows, stage=stage, tensor=2, sequence=2, parallelism_config=parallelism(2, **sizes))
+    return max(differences(found, plain))
 
 
 def compared(folder: Path, stages: Collection[int]) -> dict[str, float]:

@@ -31,8 +31,8 @@ from hf_zero.planning.show import as_dict, reasoning, title
 from hf_zero.tensor.shard import shard_model
 from tests.planning.material import config_folder, planned
 from tests.planning.test_memory import _sums, filled
-from tests.sequence.training import config_of, model_of
 from tests.support.ranks import run_ranks
+from tests.tensor.models import config_of, model_of
 from tests.tensor.threads import ThreadCollectives, in_threads
 
 pytestmark = pytest.mark.lengthy

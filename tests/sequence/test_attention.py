@@ -21,8 +21,9 @@ from hf_zero.sequence.groups import SequenceGroups
 from hf_zero.sequence.layer import HEADS, POSITIONS, DistributedAttention, exchange
 from hf_zero.sequence.mixers import find_mixers
 from hf_zero.sequence.registration import UlyssesSPAttentionHF
-from tests.sequence.training import Rows, batches, model_of, packed, padded
+from tests.sequence.training import Rows, batches, packed, padded
 from tests.support.ranks import run_ranks
+from tests.tensor.models import model_of
 
 CPU = torch.device("cpu")
 
@@ -246,7 +247,7 @@ def _check_layers(rank: int, group: Collectives) -> None:
 
 def _check_traffic(rank: int, group: Collectives) -> None:
     """Two messages per layer and direction, of queries, keys, values and outputs, and no others of that size."""
-    model = model_of("qwen2")  # 4 heads of 8, 1 key head, 2 layers
+    model = model_of("qwen2, one key head")  # 4 heads of 8, 1 key head, 2 layers
     attach(model, group, skips_evaluation=False)
     ledger.reset()
     part = part_of(batches(1)[0], rank, 2, CPU)

@@ -15,21 +15,13 @@ from hf_zero.sequence.batches import part_of
 from hf_zero.sequence.mixers import attach_mixers, find_mixers
 from hf_zero.sequence.scans import _around_convolution, functions_of
 from hf_zero.sequence.shared import RUNNING, Mixing, Shared
-from tests.sequence.training import (
-    HYBRIDS,
-    batches,
-    compare,
-    config_of,
-    differences,
-    in_one_process,
-    in_parts,
-    model_of,
-    packed,
-    padded,
-)
+from tests.mesh.training import differences
+from tests.sequence.training import batches, compare, in_parts, packed, padded
+from tests.support.one_process import Difference, assert_small, in_one_process
 from tests.support.ranks import run_ranks
+from tests.tensor.models import HYBRIDS, config_of, model_of
 
-TOLERANCE = 1e-5
+Found = dict[str, Difference]
 KINDS = tuple(kind for kind in HYBRIDS if kind in CONFIG_MAPPING)
 CPU = torch.device("cpu")
 CHANGES: dict[str, Any] = {
@@ -40,7 +32,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def _some_kinds(rank: int) -> dict[str, tuple[float, float]]:
+def _some_kinds(rank: int) -> Found:
     """Every way to combine positions, with another stage and kind of batch each: one rank has all of the padding."""
     kinds = (
         "bamba",
@@ -68,8 +60,7 @@ def test_hybrid_models_train_as_in_one_process() -> None:
     Three of four layers have linear attention: a causal convolution and a recurrence over positions, which began anew
     on each rank.
     """
-    for found in run_ranks(_some_kinds, 2):
-        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
+    assert_small(run_ranks(_some_kinds, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +74,7 @@ def test_heads_are_exchanged_where_the_class_allows_it(kind: str) -> None:
     assert not any(functions_of(mixer, 7) for mixer in mixers if hasattr(mixer, "A_log"))  # heads do not divide
 
 
-def _several_ranks(rank: int) -> dict[str, tuple[float, float]]:
+def _several_ranks(rank: int) -> Found:
     return {
         "1 x 4": compare(rank, "qwen3_next", 3, 4, steps=1, world=4, change=CHANGES["left"]),
         "shorter than what a convolution sees": compare(rank, "lfm2", 0, 4, steps=1, world=4, length=4),
@@ -92,11 +83,10 @@ def _several_ranks(rank: int) -> dict[str, tuple[float, float]]:
 
 
 def test_four_ranks_train_as_one_process() -> None:
-    for found in run_ranks(_several_ranks, 4):
-        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
+    assert_small(run_ranks(_several_ranks, 4))
 
 
-def _sweep(rank: int, size: int, kind: str) -> dict[str, tuple[float, float]]:
+def _sweep(rank: int, size: int, kind: str) -> Found:
     return {
         f"{name}, stage {stage}": compare(rank, kind, stage, size, steps=3, world=size, change=change)
         for name, change in CHANGES.items()
@@ -108,8 +98,7 @@ def _sweep(rank: int, size: int, kind: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_sweep(size: int, kind: str) -> None:
-    for found in run_ranks(_sweep, size, size, kind):
-        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
+    assert_small(run_ranks(_sweep, size, size, kind))
 
 
 class _Recurrence(nn.Module):
@@ -287,18 +276,17 @@ def test_on_two_ranks() -> None:
     run_ranks(_two_ranks, 2)
 
 
-def _recomputed(rank: int) -> dict[str, float]:
+def _recomputed(rank: int) -> Found:
     """Backward computes layers again, without the inputs of the forward: ranks do not know whose rows are padded."""
-    found, data = {}, [padded(batch, left=7) for batch in batches(2)]
+    found: Found = {}
+    data = [padded(batch, left=7) for batch in batches(2)]
     for kind, reentrant in (("qwen3_next", False), ("falcon_h1", True), ("recurrent_gemma", False)):
         model = model_of(kind)
-        plain = in_one_process(model, data, data_ranks=1)
+        plain = in_one_process(model, data)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-        trained = in_parts(rank, model, data, stage=3, size=2)
-        found[kind] = max(differences(rank, trained, plain, data_ranks=1, size=2))
+        found[kind] = differences(in_parts(rank, model, data, stage=3, size=2), plain)
     return found
 
 
 def test_recomputed_layers() -> None:
-    for found in run_ranks(_recomputed, 2):
-        assert {kind: difference for kind, difference in found.items() if difference > TOLERANCE} == {}
+    assert_small(run_ranks(_recomputed, 2))

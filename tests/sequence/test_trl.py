@@ -12,9 +12,10 @@ from torch import nn
 
 from tests.integration.flows import clean
 from tests.sequence.hugging_face import parallelism
-from tests.sequence.training import RATE, model_of
+from tests.support.one_process import RATE
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
+from tests.tensor.models import model_of
 
 pytestmark = [pytest.mark.slow, requires(modules=("trl",))]
 SEEN = ("input_ids", "labels", "position_ids", "attention_mask")

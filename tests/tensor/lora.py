@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 
-from tests.tensor.training import model_of
+from tests.tensor.models import model_of
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_OF_GPT2 = ["c_attn", "c_proj", "c_fc"]

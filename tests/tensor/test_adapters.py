@@ -27,11 +27,13 @@ from hf_zero.features import unwrapped
 from hf_zero.tensor.adapters import layer_in
 from hf_zero.tensor.groups import TensorGroups, tp_model_init
 from hf_zero.tensor.shard import shard_model
+from tests.support.one_process import assert_small, batches
 from tests.support.ranks import run_ranks
 from tests.tensor.lora import ATTENTION, adapted, lora, with_noise
+from tests.tensor.models import model_of
 from tests.tensor.plans import build, compare_models, inputs_for, planned
 from tests.tensor.threads import ThreadCollectives, in_threads
-from tests.tensor.training import batches, compare, model_of
+from tests.tensor.training import compare
 
 GRADIENT, TOLERANCE = 3e-5, 1e-5
 KINDS = ("llama", "uneven", "gpt2", "qwen2", "qwen3", "phi3", "mixtral")
@@ -201,8 +203,7 @@ def _train(rank: int, tensor: int, world: int, cases: Any, stages: tuple[int, ..
 
 
 def _check_training(tensor: int, world: int, cases: Any, stages: tuple[int, ...], steps: int) -> None:
-    for found in run_ranks(_train, world, tensor, world, cases, stages, steps, timeout_s=280):
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small(run_ranks(_train, world, tensor, world, cases, stages, steps, timeout_s=280))
 
 
 DROPS = {"lora_dropout": 0.3}
@@ -253,9 +254,8 @@ def _otherwise(rank: int, kind: str, steps: int) -> dict[str, Any]:
 def test_accumulation_offload_checkpointing_and_bf16(kind: str) -> None:
     both = run_ranks(_otherwise, 2, kind, 10)
     assert both[0] == both[1]
-    for found in both:
-        assert max(found.pop("bf16")) < 0.1
-        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+    assert_small([{"bf16": found.pop("bf16")} for found in both], 0.1)
+    assert_small(both)
 
 
 def _refused(model: nn.Module, words: str) -> None:

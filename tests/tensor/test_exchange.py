@@ -15,8 +15,9 @@ from hf_zero.comm import LoneCollectives, ledger
 from hf_zero.tensor import layers
 from hf_zero.tensor.layers import enter, gather, leave, partial_cross_entropy
 from hf_zero.tensor.shard import shard_model
+from tests.support.one_process import batches
+from tests.tensor.models import config_of, model_of
 from tests.tensor.threads import ThreadCollectives, in_threads
-from tests.tensor.training import batches, config_of, model_of
 
 RANKS = 2
 

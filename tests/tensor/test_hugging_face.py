@@ -13,34 +13,43 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero
 from tests.integration.flows import clean
+from tests.mesh.hugging_face import by_accelerator, by_trainer
 from tests.sequence.training import packed
+from tests.support.models import Batch
+from tests.support.one_process import (
+    Difference,
+    Trained,
+    assert_small,
+    batches,
+    difference_of_weights,
+    differences,
+    in_one_process,
+)
 from tests.support.ranks import run_ranks
-from tests.tensor.hugging_face import by_accelerator, by_trainer
 from tests.tensor.lora import adapted, around, lora
-from tests.tensor.training import Batch, Trained, batches, by_tokens, in_one_process, model_of, padded
+from tests.tensor.models import model_of
+from tests.tensor.training import padded
+
+Found = dict[str, Difference]
 
 
-def largest_difference(found: Trained, plain: Trained) -> float:
-    weights = [(found.weights[name] - plain.weights[name]).abs().max().item() for name in plain.weights]
-    norms = [abs(one - other) for one, other in zip(found.norms, plain.norms, strict=bool(found.norms))]
-    losses = zip(found.losses, plain.losses, strict=True)
-    return max(*weights, *norms, *(abs(one - other) for one, other in losses))
-
-
-def _two_ranks(rank: int, folder: str) -> dict[str, float]:
-    rows, found, root = batches(4), {}, Path(folder)
-    plain = in_one_process(model_of("llama"), rows, data_ranks=1)
-    found["Trainer"] = largest_difference(by_trainer(rows, root, stage=2), plain)
+def _two_ranks(rank: int, folder: str) -> Found:
+    rows, root = batches(4), Path(folder)
+    found: Found = {}
+    plain = in_one_process(model_of("llama"), rows)
+    found["Trainer"] = differences(by_trainer(rows, root, stage=2, tensor=2), plain)
     clean()
     saved = dict(AutoModelForCausalLM.from_pretrained(root / "saved").named_parameters())
-    found["saved"] = max((saved[name] - value).abs().max().item() for name, value in plain.weights.items())
-    found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
+    found["saved"] = difference_of_weights(saved, plain.weights)
+    resumed = by_trainer(rows, root, stage=2, tensor=2, resume=root / "checkpoint-2")
+    found["resumed"] = differences(resumed, plain)
     clean()
-    found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
+    found["Accelerator"] = differences(by_accelerator(rows, stage=1, tensor=2), plain)
     clean()
     # With a tp_size accelerate prepares loaders and optimizers before the engine, as for DTensors.
     also_told = {"parallelism_config": ParallelismConfig(tp_size=2)}
-    found["Accelerator that knows the size"] = largest_difference(by_accelerator(rows, stage=1, **also_told), plain)
+    knowing = by_accelerator(rows, stage=1, tensor=2, **also_told)
+    found["Accelerator that knows the size"] = differences(knowing, plain)
     clean()
     found["padded"] = against_one_process(padded(6), root / "padded", accumulated=3)
     clean()
@@ -50,31 +59,32 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
 
 def against_one_process(
     rows: list[Batch], folder: Path, *, data_ranks: int = 1, accumulated: int = 1, stage: int = 2, kind: str = "llama"
-) -> float:
-    plain = by_tokens(model_of(kind), rows, together=data_ranks * accumulated)
+) -> Difference:
     model = model_of(kind)
-    found = by_trainer(rows, folder, stage=stage, accumulated=accumulated, model=model, save_strategy="no")
-    return largest_difference(found, plain)
+    plain = in_one_process(model, rows, data_ranks=data_ranks, accumulated=accumulated, by_tokens=True)
+    options: dict[str, Any] = {"tensor": 2, "accumulated": accumulated, "model": model, "save_strategy": "no"}
+    return differences(by_trainer(rows, folder, stage=stage, **options), plain)
 
 
 LOADED = ("llama", "mixtral")  # whose experts are stored one by one
 
 
-def _loaded(rank: int, folder: str) -> dict[str, float]:
-    found, root = {}, Path(folder)
+def _loaded(rank: int, folder: str) -> Found:
+    found: Found = {}
+    root, rows = Path(folder), padded(3)
+    options: dict[str, Any] = {"stage": 3, "tensor": 2, "save_strategy": "no"}
     for kind in LOADED:
-        rows = padded(3)
 
         def load(folder: Path = root / kind) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
             return model.train()
 
-        plain = by_tokens(model_of(kind), rows, together=1)
-        found[kind] = largest_difference(by_trainer(rows, root / kind, stage=3, model=load, save_strategy="no"), plain)
+        plain = in_one_process(model_of(kind), rows, by_tokens=True)
+        found[kind] = differences(by_trainer(rows, root / kind, model=load, **options), plain)
         clean()
-    plain = by_tokens(adapted("mixtral"), rows, together=1)
-    trained = by_trainer(rows, root, stage=3, model=lambda: around(load(), lora("mixtral")), save_strategy="no")
-    found["LoRA"] = largest_difference(trained, plain)
+    plain = in_one_process(adapted("mixtral"), rows, by_tokens=True)
+    trained = by_trainer(rows, root, model=lambda: around(load(), lora("mixtral")), **options)
+    found["LoRA"] = differences(trained, plain)
     return found
 
 
@@ -83,39 +93,36 @@ def test_models_that_are_loaded_after_the_arguments(tmp_path: Path) -> None:
     scripts do: transformers refused to convert weights, and hf_zero to cut what `zero.Init` had sharded."""
     for kind in LOADED:
         model_of(kind).save_pretrained(tmp_path / kind)
-    for found in run_ranks(_loaded, 2, str(tmp_path), init=False):
-        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+    assert_small(run_ranks(_loaded, 2, str(tmp_path), init=False))
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    for found in run_ranks(_two_ranks, 2, str(tmp_path), init=False):
-        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+    assert_small(run_ranks(_two_ranks, 2, str(tmp_path), init=False))
 
 
-def _four_ranks(rank: int, folder: str) -> dict[str, float]:
+def _four_ranks(rank: int, folder: str) -> Found:
     rows, root = batches(8), Path(folder)
     plain = in_one_process(model_of("llama"), rows, data_ranks=2)
     mean = [(one + other) / 2 for one, other in zip(plain.losses[::2], plain.losses[1::2], strict=True)]
     plain = Trained(mean, plain.norms, plain.weights)
-    found = {"2 x 2": largest_difference(by_trainer(rows, root, stage=2), plain)}
+    found: Found = {"2 x 2": differences(by_trainer(rows, root, stage=2, tensor=2), plain)}
     ways = {"4 parts": (4, 3, 2), "whole": (1, 1, 1)}
     for name, (tensor, stage, accumulated) in ways.items():
         clean()
         sizes = {"tensor": tensor, "accumulated": accumulated} | ({"per_device": 1} if tensor == 1 else {})
         resumed = by_trainer(rows, root / name, stage=stage, resume=root / "checkpoint-2", **sizes)
-        found[f"resumed as {name}"] = largest_difference(resumed, plain)
+        found[f"resumed as {name}"] = differences(resumed, plain)
     return found
 
 
 @pytest.mark.slow
 def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
     """Trainer gives them different batches, and counts the tokens of all ranks; it also resumes with other parts."""
-    for found in run_ranks(_four_ranks, 4, str(tmp_path), init=False):
-        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+    assert_small(run_ranks(_four_ranks, 4, str(tmp_path), init=False))
 
 
-def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str, float]:
-    found = {}
+def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> Found:
+    found: Found = {}
     for accumulated, stage in ((1, 2), (3, 2), (3, 3)):
         name, sizes = f"{accumulated} at stage {stage}", {"data_ranks": data_ranks, "accumulated": accumulated}
         for kind, rows in rows_of(updates * data_ranks * accumulated).items():
@@ -124,23 +131,22 @@ def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str
     return found
 
 
-def _another_model(rank: int, folder: str, kind: str) -> dict[str, float]:
-    found, root = {}, Path(folder)
+def _another_model(rank: int, folder: str, kind: str) -> Found:
+    found: Found = {}
+    root = Path(folder)
     for stage in (1, 3):
-        way = {"stage": stage, "kind": kind, "accumulated": 3}
-        found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), **way)  # type: ignore[arg-type]
+        way: dict[str, Any] = {"stage": stage, "kind": kind, "accumulated": 3}
+        found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), **way)
         clean()
         # Trainer counts the first token of a GPT-2, which has no loss: here it is masked.
-        rows, plain = padded(4), by_tokens(model_of(kind), padded(4), together=1)
+        rows, plain = padded(4), in_one_process(model_of(kind), padded(4), by_tokens=True)
         for resume in (None, root / "whole" / str(stage) / "checkpoint-2"):
             folder_of = root / ("whole" if resume is None else "resumed") / str(stage)
-            trained = by_trainer(rows, folder_of, stage=stage, resume=resume, model=model_of(kind))
-            found[f"stage {stage}, resume={resume is not None}"] = largest_difference(trained, plain)
+            trained = by_trainer(rows, folder_of, stage=stage, tensor=2, resume=resume, model=model_of(kind))
+            found[f"stage {stage}, resume={resume is not None}"] = differences(trained, plain)
             clean()
         saved = dict(AutoModelForCausalLM.from_pretrained(folder_of / "saved").named_parameters())
-        found[f"saved at stage {stage}"] = max(
-            (saved[name] - value).abs().max().item() for name, value in plain.weights.items()
-        )
+        found[f"saved at stage {stage}"] = difference_of_weights(saved, plain.weights)
     return found
 
 
@@ -148,8 +154,7 @@ def _another_model(rank: int, folder: str, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_other_models_under_trainer(tmp_path: Path, kind: str) -> None:
     """Norms over heads, one key head and tied embeddings; fused queries, keys and values without a plan."""
-    for found in run_ranks(_another_model, 2, str(tmp_path), kind, init=False, timeout_s=240):
-        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+    assert_small(run_ranks(_another_model, 2, str(tmp_path), kind, init=False, timeout_s=240))
 
 
 def rows_of(number: int) -> dict[str, list[Batch]]:
@@ -160,8 +165,7 @@ def rows_of(number: int) -> dict[str, list[Batch]]:
 @pytest.mark.parametrize("data_ranks", [1, 2])
 def test_padding_packing_and_accumulation_under_trainer(tmp_path: Path, data_ranks: int) -> None:
     """20 updates; `gradient_accumulation_steps` 1 and 3."""
-    for found in run_ranks(_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=400):
-        assert {number: difference for number, difference in found.items() if difference > 1e-5} == {}
+    assert_small(run_ranks(_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=400))
 
 
 def _draws(rank: int) -> tuple[list[int], list[int], str]:

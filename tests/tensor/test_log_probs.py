@@ -19,8 +19,8 @@ from hf_zero.tensor import log_probs
 from hf_zero.tensor.log_probs import Gradients, PartialHead, TokenScores
 from hf_zero.tensor.shard import shard_model
 from tests.support.memory import most_allocated, profiled_memory
+from tests.tensor.models import model_of
 from tests.tensor.threads import ThreadCollectives, in_threads
-from tests.tensor.training import model_of
 
 WIDTH, HIDDEN, TOKENS = 11, 6, 9
 HEADS = {

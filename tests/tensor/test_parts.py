@@ -28,7 +28,8 @@ from hf_zero.tensor.layers import (
     split,
 )
 from hf_zero.tensor.shard import plan_of, shard_model
-from tests.tensor.training import batches, model_of
+from tests.support.one_process import batches
+from tests.tensor.models import model_of
 
 ALONE = LoneCollectives()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,33 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from hf_zero.comm.parts import whole_value
 from hf_zero.config import ConfigError
 from hf_zero.zero_to_fp32 import main as zero_to_fp32
+from tests.support.one_process import (
+    RATE,
+    assert_small,
+    batches,
+    difference_of_weights,
+    engine_of,
+    in_one_process,
+    sgd,
+    train,
+)
 from tests.support.ranks import run_ranks
-from tests.tensor.training import RATE, batches, config_of, config_with, in_one_process, model_of, train
+from tests.tensor.models import config_of, model_of
+from tests.tensor.training import config_with
 
 
-def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
-    model = model_of(kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE / 10)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=RATE / 10)
+
+
+def _engine(kind: str, config: dict[str, Any]) -> Any:
+    return engine_of(model_of(kind), config, make_optimizer=_adam)
 
 
 def _saves_for_transformers(model: Any, whole: dict[str, Any] | None, folder: Path) -> None:
@@ -54,20 +67,19 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
             name: tuple(p.shape) for name, p in model_of("uneven").state_dict().items()
         }
         whole = torch.load(root / "whole.bin")
-        found[f"whole, stage {stage}"] = max((whole[n] - p).abs().max().item() for n, p in weights.items())
-        went_on = train(first, data[2:])
+        found[f"whole, stage {stage}"] = difference_of_weights(whole, weights)
+        went_on = train(first, data[2:]).losses
         second = _engine("uneven", config_with(stage, 2))
         with torch.no_grad():
             assert second.load_checkpoint(str(root))[0]
-        resumed = train(second, data[2:])
+        resumed = train(second, data[2:]).losses
         found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
     return found
 
 
 @pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)])
 def test_checkpoints(tmp_path: Path, stages: tuple[int, ...]) -> None:
-    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), stages):
-        assert {name: difference for name, difference in found.items() if difference > 1e-6} == {}
+    assert_small(run_ranks(_saves_and_resumes, 2, str(tmp_path), stages), 1e-6)
 
 
 SIZES = ((2, 3, "uneven"), (2, 1, "gpt2"), (1, 2, "mixtral"), (4, 0, "uneven"))  # ranks per tensor group, stage, model
@@ -89,15 +101,8 @@ def _states(engine: Any) -> dict[str, torch.Tensor]:
 def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str], loads: list[int]) -> None:
     size, stage, kind = saves
     data, root = batches(8), Path(folder)
-
-    def of_rank(ranks_per_group: int, number: int) -> list[Any]:
-        """Batches for one more update."""
-        data_ranks = 4 // ranks_per_group
-        return data[number * data_ranks + rank // ranks_per_group : (number + 1) * data_ranks : data_ranks]
-
     first = _engine(kind, config_with(stage, size))
-    train(first, of_rank(size, 0))
-    train(first, of_rank(size, 1))
+    train(first, data[: 2 * 4 // size])  # two updates
     first.save_checkpoint(str(root))
     expected = _states(first)
     for other in loads:
@@ -106,7 +111,7 @@ def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str],
         found = _states(engine)
         assert {name: values for name, values in found.items() if not torch.equal(values, expected[name])} == {}
         assert engine.global_steps == 2
-        train(engine, data[rank // other : 4 : 4 // other][:1])
+        train(engine, data[: 4 // other])
     if rank == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(root))
         weights.pop("lm_head.weight" if kind == "gpt2" else "", None)  # the embedding again
@@ -131,19 +136,19 @@ def test_checkpoints_go_on_with_other_parts(tmp_path: Path, saves: tuple[int, in
 
 def _gathers(rank: int, folder: str) -> tuple[float, float, bool]:
     """Two data ranks of two parts at stage 3: reads and writes of `GatheredParameters`, and a resumed checkpoint."""
-    data, data_rank = batches(6), rank // 2
+    data = batches(6)
     engine = _engine("uneven", config_with(3, 2))
-    train(engine, data[data_rank:2:2])
+    train(engine, data[:2])
     weight = engine.module.model.layers[0].mlp.down_proj.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         shown = tuple(weight.shape)
         weight.data.fill_(rank + 1.0)  # every rank of the first tensor-parallel group its own part
     whole = engine.module_state_dict()["model.layers.0.mlp.down_proj.weight"]
     engine.save_checkpoint(folder)
-    went_on = train(engine, data[2 + data_rank :: 2])
+    went_on = train(engine, data[2:]).losses
     second = _engine("uneven", config_with(3, 2))
     second.load_checkpoint(folder)
-    resumed = train(second, data[2 + data_rank :: 2])
+    resumed = train(second, data[2:]).losses
     kept = max((whole[:, :25] - 1).abs().max().item(), (whole[:, 25:] - 2).abs().max().item())
     return kept, max(abs(a - b) for a, b in zip(went_on, resumed, strict=True)), shown == (24, 25)
 
@@ -182,19 +187,17 @@ class Megatron:
 
 def _who_asks(rank: int) -> list[float]:
     """`tp_model_init` and an mpu, without config keys; ranks that hold parts need not be neighbours."""
-    data, plain = batches(2), in_one_process(model_of("llama"), batches(2), data_ranks=1)
-    config = config_with(1, 0)
-    losses = []
+    data, losses = batches(2), []
+    plain = in_one_process(model_of("llama"), data)
     for way in ("tp_model_init", "mpu"):
         model, mpu = model_of("llama"), None
         if way == "tp_model_init":
             assert deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32) is model
         else:
             mpu = Megatron(torch.distributed.group.WORLD)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)[0]
+        engine = deepspeed.initialize(model=model, optimizer=sgd(model), config=config_with(1, 0), mpu=mpu)[0]
         assert engine.autotp_size() == 2 and engine.mpu.get_tensor_model_parallel_rank() == rank
-        losses.append(max(abs(a - b) for a, b in zip(train(engine, data), plain.losses, strict=True)))
+        losses.append(max(abs(a - b) for a, b in zip(train(engine, data).losses, plain.losses, strict=True)))
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks that train with an unmodified Trainer or Accelerator."""
+"""Ranks that share matrices, sequences or both, and train with an unmodified Trainer or Accelerator."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
+from deepspeed.utils import groups
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from tests.sequence.hugging_face import parallelism
-from tests.support.models import Samples
-from tests.tensor.training import CLIP, RATE, Batch, Trained, config_with, model_of
+from tests.support.models import Batch, Samples
+from tests.support.one_process import CLIP, RATE, Trained, sgd, whole_loss
+from tests.tensor.models import model_of
+from tests.tensor.training import config_with
 
 
 def by_trainer(rows: list[Batch], folder: Path, **options: Any) -> Trained:
@@ -31,7 +33,7 @@ def run_trainer(
     stage: int,
     resume: Path | None = None,
     accumulated: int = 1,
-    tensor: int = 2,
+    tensor: int = 1,
     sequence: int = 1,
     per_device: int = 2,
     model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -55,6 +57,7 @@ def run_trainer(
         use_cpu=True,
         deepspeed=config,
         per_device_train_batch_size=per_device,
+        per_device_eval_batch_size=2,
         gradient_accumulation_steps=accumulated,
         max_grad_norm=CLIP,
         learning_rate=RATE,
@@ -87,25 +90,46 @@ def trained_by(trainer: Trainer) -> Trained:
 
 
 def by_accelerator(
-    rows: list[Batch], *, stage: int, model: nn.Module | None = None, saved: Path | None = None, **more: Any
+    rows: list[Batch],
+    *,
+    stage: int,
+    tensor: int = 1,
+    sequence: int = 1,
+    model: nn.Module | None = None,
+    saved: Path | None = None,
+    **more: Any,
 ) -> Trained:
-    """The loop of accelerate's page on DeepSpeed, with autotp_size in the config. `more`: for the Accelerator."""
+    """The loops of accelerate's pages on DeepSpeed and on sequence parallelism.
+
+    Args:
+        saved: a folder for the model.
+        more: for the Accelerator.
+    """
+    model = model or model_of("llama")  # before stage 3 is configured, which would partition it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-    plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, 2, zero_optimization=zero))
+    plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, tensor, zero_optimization=zero))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **more)
-    model = model or model_of("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Samples(rows), batch_size=2))
-    losses = []
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(Samples(rows), batch_size=2))
+    plain = accelerator.unwrap_model(model)
+    losses, norms = [], []
     for batch in loader:
-        loss = model(**batch).loss
+        if sequence > 1:
+            labels = batch.pop("shift_labels")
+            logits = model(**batch).logits
+            own = plain.loss_function(
+                logits=logits, labels=None, shift_labels=labels, vocab_size=plain.config.vocab_size
+            )
+            loss = whole_loss(own, labels, groups._get_sequence_parallel_group())
+        else:
+            loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        norms.append(float(model.get_global_grad_norm()))
     state = accelerator.get_state_dict(model)
-    assert (state is None) == (not accelerator.is_main_process)
+    if tensor > 1:
+        assert (state is None) == (not accelerator.is_main_process)
     if saved is not None:
-        unwrapped = accelerator.unwrap_model(model)
-        unwrapped.save_pretrained(saved, is_main_process=accelerator.is_main_process, state_dict=state)
-    return Trained(losses, [], model.module_state_dict())
+        plain.save_pretrained(saved, is_main_process=accelerator.is_main_process, state_dict=state)
+    return Trained(losses, norms, model.module_state_dict())
