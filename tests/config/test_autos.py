@@ -1,4 +1,4 @@
-"""A literal "auto" that was not filled means "unset" anywhere; batch sizes follow from the other two."""
+"""A literal "auto" that was not filled means "unset" anywhere (test_batch.py has those of batch sizes)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config import ConfigError, resolve
-
-BASE: dict[str, Any] = {"train_batch_size": 8}
+from hf_zero.config import resolve
+from tests.config.building import BASE, with_value
 
 # path of the unfilled "auto" -> where the default is then visible
 STRAYS = [
@@ -33,16 +32,9 @@ STRAYS = [
 ]
 
 
-def nested(path: str, value: object) -> dict[str, Any]:
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    assert isinstance(value, dict)
-    return value
-
-
 @pytest.mark.parametrize(("path", "is_default"), STRAYS)
 def test_unfilled_auto_is_the_default_and_is_noted(path: str, is_default: Any) -> None:
-    resolved = resolve({**BASE, **nested(path, "auto")}, world_size=1)
+    resolved = resolve(with_value(path, "auto"), world_size=1)
     assert is_default(resolved)
     assert any(note.startswith(f'{path}: "auto"') for note in resolved.notes)
 
@@ -66,39 +58,6 @@ def test_optimizer_and_scheduler_arguments_lose_their_autos() -> None:
 def test_keep_in_fp32_modules_means_auto_literally() -> None:
     resolved = resolve({**BASE, "data_types": {"keep_in_fp32_modules": "auto"}}, world_size=1)
     assert not any('"auto"' in note for note in resolved.notes)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"}, (8, 4, 1)),
-        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3}, (6, 3, 1)),
-        (
-            {"train_batch_size": 8, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "auto"},
-            (8, 2, 2),
-        ),
-        (
-            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"},
-            (8, 2, 2),
-        ),
-    ],
-)
-def test_batch_autos_follow_from_the_others(config: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    batch = resolve(config, world_size=2).batch
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == expected
-
-
-def test_batch_autos_that_do_not_follow_say_what_to_give() -> None:
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-    }
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size=1)
-    message = str(caught.value)
-    assert "per_device_train_batch_size" in message and "dataloader" in message
-    assert len(caught.value.problems) == 1
 
 
 def test_the_raw_dict_is_kept_as_it_is() -> None:

@@ -1,10 +1,11 @@
-"""The batch triad as a table; "-" means that the key is absent."""
+"""The batch triad as a table; "-" means that the key is absent or "auto"."""
 
 from __future__ import annotations
 
 import pytest
 
 from hf_zero.config import BatchPolicy, ConfigError, resolve
+from tests.config.building import error_of, problem_of
 
 # train, micro, steps, world size -> train, micro, steps
 TABLE = """
@@ -37,8 +38,9 @@ def rows(table: str) -> list[tuple[dict[str, object], int, str]]:
     for line in table.strip().splitlines():
         left, right = line.split("->")
         *values, world = left.split()
-        config = {key: _value(text) for key, text in zip(KEYS, values) if text != "-"}
-        result.append((config, int(world), right.strip()))
+        given = {key: _value(text) for key, text in zip(KEYS, values) if text != "-"}
+        for config in (given, {**dict.fromkeys(KEYS, "auto"), **given}) if "-" in values else (given,):
+            result.append((config, int(world), right.strip()))
     return result
 
 
@@ -55,10 +57,7 @@ def test_triad(config: dict[str, object], world_size: int, expected: str) -> Non
 
 @pytest.mark.parametrize(("config", "world_size", "expected"), rows(BROKEN))
 def test_broken_triad_prints_the_equation(config: dict[str, object], world_size: int, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size=world_size)
-    assert len(caught.value.problems) == 1
-    assert expected in str(caught.value)
+    assert expected in problem_of(config, world_size=world_size).rule
 
 
 def test_advice_names_numbers_that_work() -> None:
@@ -74,14 +73,17 @@ def test_no_batch_size_at_all(config: dict[str, object]) -> None:
         resolve(config, world_size=1)
 
 
+def test_batch_sizes_that_nobody_fills_say_what_to_give() -> None:
+    error = error_of(dict.fromkeys(KEYS, "auto"))
+    assert "per_device_train_batch_size" in str(error) and "dataloader" in str(error)
+    assert len(error.problems) == 1
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, "eight", True, float("nan"), float("inf"), [8], {}, "", 10**30])
 @pytest.mark.parametrize("key", KEYS)
 def test_nonsense_is_one_problem_at_its_key(key: str, value: object) -> None:
-    config = {"train_batch_size": 8, key: value}
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, world_size=1)
-    assert [problem.path for problem in caught.value.problems] == [key]
-    assert caught.value.problems[0].rule.startswith("must be")
+    problem = problem_of({"train_batch_size": 8, key: value})
+    assert problem.path == key and problem.rule.startswith("must be")
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.0, "2", None, True])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ConfigError, OptimizerPolicy, SchedulerPolicy, resolve
-
-BASE: dict[str, Any] = {"train_batch_size": 8}
+from tests.config.building import BASE, error_of, paths_of
 
 
 def optimizer(**section: Any) -> OptimizerPolicy | None:
@@ -74,7 +73,18 @@ def test_every_name_of_deepspeed_is_known(name: str) -> None:
     assert built is not None and built.type.lower() == name.lower() and float(built.params["lr"]) == 1e-3
 
 
-BAD_OPTIMIZER: list[tuple[dict[str, Any], str, str]] = [
+def test_schedulers() -> None:
+    built = scheduler(type="WarmupLR", params={"warmup_min_lr": [0, 0.1], "warmup_num_steps": 5.0})
+    assert built == SchedulerPolicy(type="WarmupLR", params={"warmup_min_lr": [0.0, 0.1], "warmup_num_steps": 5})
+    assert scheduler(type="StepLR", params={"step_size": 3}) == SchedulerPolicy(type="StepLR", params={"step_size": 3})
+    assert scheduler(type="WarmupLR") == SchedulerPolicy(type="WarmupLR", params={})
+    without = scheduler(type="WarmupLR", params={"warmup_max_lr": 0.1, "warmup_num_steps": 0})
+    assert without is not None and without.params["warmup_num_steps"] == 0
+    assert scheduler() is None
+
+
+# section, key path of the problem, words of the message
+WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "Lion", "params": {"eps": 1e-8}}, "optimizer.params.eps", "there is no such argument"),
     ({"type": "Lamb", "params": {"max_coef": 1}}, "optimizer.params.max_coef", 'did you mean "max_coeff"?'),
     (
@@ -99,26 +109,6 @@ BAD_OPTIMIZER: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "SGD", "params": {"lr": float("inf")}}, "optimizer.params.lr", "must be a finite number"),
     ({"type": "my optimizer"}, "optimizer.type", "must be the name of an optimizer"),
     ({"params": {"lr": 1}}, "optimizer.type", "needs a type"),
-]
-
-
-@pytest.mark.parametrize(("section", "path", "words"), BAD_OPTIMIZER)
-def test_wrong_optimizer_sections(section: dict[str, Any], path: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        optimizer(**section)
-    assert [problem.path for problem in caught.value.problems] == [path]
-    assert words in str(caught.value)
-
-
-def test_schedulers() -> None:
-    built = scheduler(type="WarmupLR", params={"warmup_min_lr": [0, 0.1], "warmup_num_steps": 5.0})
-    assert built == SchedulerPolicy(type="WarmupLR", params={"warmup_min_lr": [0.0, 0.1], "warmup_num_steps": 5})
-    assert scheduler(type="StepLR", params={"step_size": 3}) == SchedulerPolicy(type="StepLR", params={"step_size": 3})
-    assert scheduler(type="WarmupLR") == SchedulerPolicy(type="WarmupLR", params={})
-    assert scheduler() is None
-
-
-BAD_SCHEDULER: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "OneCycle", "params": {"cycle_min_lr": 0}}, "scheduler.params.cycle_max_lr", "needs the highest rate"),
     ({"type": "onecycle"}, "scheduler.type", 'did you mean "OneCycle"?'),
     (
@@ -156,9 +146,7 @@ BAD_SCHEDULER: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("section", "path", "words"), BAD_SCHEDULER)
-def test_wrong_scheduler_sections(section: dict[str, Any], path: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        scheduler(**section)
-    assert [problem.path for problem in caught.value.problems] == [path]
-    assert words in str(caught.value)
+@pytest.mark.parametrize(("section", "path", "words"), WRONG)
+def test_a_wrong_section_is_one_problem_at_its_key(section: dict[str, Any], path: str, words: str) -> None:
+    error = error_of({**BASE, path.partition(".")[0]: section})
+    assert paths_of(error) == [path] and words in str(error)

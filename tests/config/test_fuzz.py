@@ -24,6 +24,7 @@ from hf_zero.config import (
 from hf_zero.config.hosts import drop_unfilled, normalise, unfilled_autos, write_back
 from hf_zero.config.schema.fields import all_paths
 from hf_zero.config.schema.whole import whole_schema
+from tests.config.building import put
 
 PATHS = tuple(all_paths(whole_schema()))
 
@@ -55,13 +56,7 @@ def configs(draw: st.DrawFn) -> dict[Any, Any]:
     config: dict[Any, Any] = draw(st.sampled_from([{}, {"train_batch_size": 8}]))
     config = dict(config)
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=6)):
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            inner = holder.get(parent)
-            holder[parent] = inner = dict(inner) if isinstance(inner, dict) else {}
-            holder = inner
-        holder[name] = draw(trees)
+        put(config, path, draw(trees))
     if draw(st.booleans()):
         config.update(draw(st.dictionaries(st.one_of(st.text(max_size=8), st.integers()), trees, max_size=2)))
     return config

@@ -14,6 +14,7 @@ from hf_zero.config.schema.whole import whole_schema
 from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
 from hf_zero.extras.sparse_attention import PATTERNS, SparseAttention, pattern_keys
 from hf_zero.extras.sparse_attention.registered import pattern_of
+from tests.config.building import put
 from tests.config.test_fuzz import trees
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -209,14 +210,9 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     right += [{"elasticity": {"enabled": True, "max_train_batch_size": 32, "micro_batch_sizes": [2, 4]}}]
     config.update(draw(st.sampled_from(right)))
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=5)):
-        *parents, name = path.split(".")
-        holder = config
-        for parent in parents:
-            inner = holder.get(parent)
-            holder[parent] = inner = dict(inner) if isinstance(inner, dict) else {}
-            holder = inner
         named = st.dictionaries(st.text(max_size=5), metric, max_size=2)
-        holder[name] = draw(named if name == "curriculum_metrics" and draw(st.booleans()) else likely)
+        is_named = path.endswith(".curriculum_metrics") and draw(st.booleans())
+        put(config, path, draw(named if is_named else likely))
     return config
 
 
