@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("node1", "node2")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "eth0"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _SSHD = """
 Port 22
 HostKey {keys}/host
@@ -89,6 +90,9 @@ class Node:
         return int(json.loads(told)[0]["stats64"]["tx"]["bytes"])
 
 
+Cluster = tuple[Node, Node]
+
+
 def missing() -> list[str]:
     """What this machine lacks for simulated nodes, in words."""
     lacks = [] if os.geteuid() == 0 else ["root"]
@@ -102,7 +106,7 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Node, Node]]:
+def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[Cluster]:
     """Two nodes with files under `folder`; removed at the end, with everything that runs on them."""
     token = secrets.token_hex(4)
     spaces = [f"hf_zero-{token}-{name}" for name in NAMES]
@@ -188,3 +192,24 @@ def _run(*words: str) -> str:
 
 def launch_words(*words: object) -> list[object]:
     return [sys.executable, "-m", "hf_zero", "launch", *words]
+
+
+def run_on(node: Node, words: Sequence[object], environment: Mapping[str, str], output: Path) -> int:
+    """Runs a command on a node to its end; returns its exit status."""
+    return wait_for([node.start(words, environment, output)], [output])[0]
+
+
+def wait_for(
+    processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path], timeout_s: float = 200
+) -> list[int]:
+    """Exit statuses of all; their output is part of the report."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # not kill: launchers end their ranks first
+        for process in processes:
+            process.wait(60)
+        for output in outputs:
+            print(f"--- {output.name}\n{output.read_text(errors='replace')[-6000:]}")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cluster import Node, missing, two_nodes
+from tests.multinode.cluster import Cluster, missing, two_nodes
 from tests.multinode.training import Training
-
-Cluster = tuple[Node, Node]
 
 
 @pytest.fixture(scope="session")

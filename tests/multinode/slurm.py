@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.multinode.cluster import Node
+from tests.multinode.cluster import Cluster
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _CONFIG = """
@@ -46,7 +46,7 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def slurm(nodes: tuple[Node, Node], folder: Path) -> Iterator[dict[str, str]]:
+def slurm(nodes: Cluster, folder: Path) -> Iterator[dict[str, str]]:
     """Slurm's daemons, and the environment variables for its commands."""
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     for name in ("state", *(f"spool-{node.name}" for node in nodes)):
@@ -89,7 +89,7 @@ def _munge(folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output)
 
 
-def _await_nodes(nodes: tuple[Node, Node], variables: dict[str, str], folder: Path) -> None:
+def _await_nodes(nodes: Cluster, variables: dict[str, str], folder: Path) -> None:
     deadline = time.monotonic() + 60
     output = folder / "sinfo"
     while True:

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multinode.cluster import ROOT, Node
-from tests.multinode.test_launchers import Cluster, wait_for
+from tests.multinode.cluster import ROOT, Cluster, Node, wait_for
 from tests.multinode.training import Training, losses_in
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(900)]

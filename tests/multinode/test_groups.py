@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multinode.cluster import launch_words
-from tests.multinode.test_launchers import AS_ROOT, Cluster, wait_for
+from tests.multinode.cluster import AS_ROOT, Cluster, launch_words, run_on
 from tests.multinode.training import Training, losses_in
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
@@ -26,10 +25,10 @@ def test_losses_are_those_of_one_host(cluster: Cluster, training: Training, host
     """Hosts are identified by what ranks share, not by names."""
     found = {}
     for number, (name, config) in enumerate(WAYS.items()):
-        run, output = tmp_path / f"run{number}", tmp_path / f"launcher{number}"
+        run = tmp_path / f"run{number}"
         words = launch_words("--hostfile", hostfile, "--launcher", "pdsh", *training.words(run, 4, STEPS, config))
-        started = cluster[0].start(words, {**training.environment, **AS_ROOT}, output)
-        assert wait_for([started], [output]) == [0], name
+        environment = {**training.environment, **AS_ROOT}
+        assert run_on(cluster[0], words, environment, tmp_path / f"launcher{number}") == 0, name
         found[name] = losses_in(run)
     plain = training.on_one_node(STEPS)
     assert len(plain) == STEPS

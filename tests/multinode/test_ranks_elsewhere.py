@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cluster import launch_words, two_nodes
-from tests.multinode.test_launchers import AS_ROOT, Cluster, check, wait_for
+from tests.multinode.cluster import AS_ROOT, Cluster, launch_words, run_on, two_nodes, wait_for
 from tests.multinode.training import Training
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
@@ -52,8 +51,7 @@ def test_arguments_and_variables_arrive_as_they_are(
     words = launch_words("--hostfile", hostfile, "--include", "node1:1@node2", "--launcher", launcher)
     words += ["--no_local_rank", write(tmp_path, TELL), tmp_path, WICKED, "", "--x=$HOME"]
     variables = {"NCCL_X": WICKED, "DS_ENV_FILE": str(tmp_path / "variables"), **AS_ROOT}
-    output = tmp_path / "launcher"
-    assert wait_for([cluster[0].start(words, variables, output)], [output]) == [0]
+    assert run_on(cluster[0], words, variables, tmp_path / "launcher") == 0
     told = [json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(3)]
     assert [(rank["node"], rank["LOCAL_RANK"], rank["CUDA_VISIBLE_DEVICES"]) for rank in told] == [
         ("node1", "0", "1"), ("node2", "0", "0,1"), ("node2", "1", "0,1"),
@@ -69,7 +67,7 @@ def test_arguments_and_variables_arrive_as_they_are(
 def test_the_first_failure_is_seen_last(launcher: str, cluster: Cluster, hostfile: Path, tmp_path: Path) -> None:
     words = launch_words("--hostfile", hostfile, "--launcher", launcher, write(tmp_path, FAIL))
     output = tmp_path / "launcher"
-    assert wait_for([cluster[0].start(words, AS_ROOT, output)], [output]) == [1]
+    assert run_on(cluster[0], words, AS_ROOT, output) == 1
     assert output.read_text().splitlines()[-3:] == [
         "hf-zero launch: rank 2 on node2 failed first (exit status 1). Its last output:",
         "  rank 2 looks for its data",
@@ -106,8 +104,6 @@ def test_clones_of_one_machine_are_told_apart(training: Training, hostfile: Path
     """Virtual machines from one image have the same boot id: they look like one machine until a socket is tried."""
     (tmp_path / "clones").mkdir()
     with two_nodes(tmp_path / "clones", same_boot_id=True) as nodes:
-        before = nodes[1].sent_bytes()
         words = launch_words("--hostfile", hostfile, *training.words(tmp_path / "run", 4))
-        output = tmp_path / "launcher"
-        assert wait_for([nodes[0].start(words, training.environment, output)], [output]) == [0]
-        check(training, tmp_path / "run", nodes[1].sent_bytes() - before)
+        with training.as_on_one_node(tmp_path / "run", nodes[1]):
+            assert run_on(nodes[0], words, training.environment, tmp_path / "launcher") == 0

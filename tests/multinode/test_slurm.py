@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.multinode.cluster import ROOT, Node, launch_words
+from tests.multinode.cluster import AS_ROOT, ROOT, Cluster, launch_words, run_on, wait_for
 from tests.multinode.slurm import missing, slurm
-from tests.multinode.test_launchers import AS_ROOT, Cluster, check, wait_for
 from tests.multinode.training import Training
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def slurm_variables(cluster: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm_variables(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     if missing():
         pytest.skip("needs " + ", ".join(missing()) + " (make test-multinode installs it)")
     with slurm(cluster, tmp_path_factory.mktemp("slurm")) as variables:
@@ -27,15 +26,14 @@ def slurm_variables(cluster: tuple[Node, Node], tmp_path_factory: pytest.TempPat
 def test_the_sbatch_example(
     cluster: Cluster, slurm_variables: dict[str, str], training: Training, tmp_path: Path
 ) -> None:
-    before = cluster[1].sent_bytes()
     script, *arguments = training.words(tmp_path / "run", 4)
     output, log = tmp_path / "sbatch", tmp_path / "job"
     log.touch()
     here = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={log}"]
     words = ["sbatch", "--wait", *here, ROOT / "examples/clusters/slurm.sbatch", *arguments]
     variables = {**training.environment, **slurm_variables, "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
-    assert wait_for([cluster[0].start(words, variables, output)], [output, log]) == [0]
-    check(training, tmp_path / "run", cluster[1].sent_bytes() - before)
+    with training.as_on_one_node(tmp_path / "run", cluster[1]):
+        assert wait_for([cluster[0].start(words, variables, output)], [output, log]) == [0]
 
 
 def test_without_an_allocation_srun_makes_one(
@@ -47,9 +45,8 @@ def test_without_an_allocation_srun_makes_one(
         f"path = {str(tmp_path)!r} + '/told' + os.environ['RANK']\n"
         "open(path, 'w').write(' '.join([os.uname().nodename, os.environ['LOCAL_RANK'], *sys.argv[1:]]))\n"
     )
-    output = tmp_path / "launcher"
     words = launch_words("--hostfile", hostfile, "--launcher", "slurm", script, "$(reboot)")
-    assert wait_for([cluster[0].start(words, slurm_variables, output)], [output]) == [0]
+    assert run_on(cluster[0], words, slurm_variables, tmp_path / "launcher") == 0
     told = [(tmp_path / f"told{rank}").read_text() for rank in range(4)]
     expected = [("node1", 0), ("node1", 1), ("node2", 0), ("node2", 1)]
     assert told == [f"{node} {rank} --local_rank={rank} $(reboot)" for node, rank in expected]
@@ -64,7 +61,7 @@ def test_the_first_failure_of_a_job_under_slurm(
     )
     output = tmp_path / "launcher"
     words = launch_words("--hostfile", hostfile, "--launcher", "slurm", script)
-    assert wait_for([cluster[0].start(words, slurm_variables, output)], [output]) == [1]
+    assert run_on(cluster[0], words, slurm_variables, output) == 1
     assert output.read_text().splitlines()[-2:] == [
         "hf-zero launch: rank 3 on node2 failed first (exit status 1). Its last output:",
         "  rank 3 has no data",
@@ -89,10 +86,9 @@ def test_ranks_that_srun_and_mpirun_start_directly_find_each_other(
         "mpich": ["mpirun.mpich", "-n", "2"],
     }
     for way, words in ways.items():
-        output = tmp_path / way
         command = [*words, sys.executable, script, tmp_path / f"{way}-"]
         variables = {**slurm_variables, **AS_ROOT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        assert wait_for([cluster[0].start(command, variables, output)], [output]) == [0]
+        assert run_on(cluster[0], command, variables, tmp_path / way) == 0
     told = {way: [path.read_text() for path in sorted(tmp_path.glob(f"{way}-*"))] for way in ways}
     assert told["srun"] == ["10.0 node1 0", "10.0 node1 1", "10.0 node2 0", "10.0 node2 1"]
     assert told["openmpi"] == told["mpich"] == ["3.0 node1 0", "3.0 node1 1"]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from tests.multinode.cluster import ROOT, launch_words
+import pytest
+
+from tests.multinode.cluster import ROOT, Node, launch_words
 
 SCRIPT = ROOT / "examples/train_clm.py"
 STEPS = 5
@@ -59,6 +63,16 @@ class Training:
     def losses(self) -> list[float]:
         """Losses of one node with two ranks."""
         return self.on_one_node(STEPS)
+
+    @contextmanager
+    def as_on_one_node(self, output: Path, sender: Node) -> Iterator[None]:
+        """The run has the losses of one node, and `sender` sends at least one copy of the gradients meanwhile."""
+        before = sender.sent_bytes()
+        yield
+        losses = losses_in(output)
+        assert len(losses) == STEPS
+        assert losses == pytest.approx(self.losses, rel=1e-5)
+        assert sender.sent_bytes() - before > STEPS * 100_000, "gradients have not gone over the network"
 
     def on_one_node(self, steps: int) -> list[float]:
         """Losses of two ranks."""
