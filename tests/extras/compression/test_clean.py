@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import WrongArgument
+from hf_zero.extras.compression.clean import clean
 from hf_zero.extras.compression.compressed_model import compression_of
 from hf_zero.extras.compression.export import init_compression, redundancy_clean
 from tests.extras.compression.models import (
@@ -111,7 +112,7 @@ def test_config_says_what_the_model_is() -> None:
     assert config.intermediate_size == 35
 
 
-def test_sizes_are_as_expected(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_are_as_expected() -> None:
     """Half the rows of an MLP are half of its weights, also on disk."""
     model: Any = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     config = ds_config(row_pruning=technique(group({"dense_ratio": 0.5}, "^0$", related=[["^2$"]])))
@@ -147,11 +148,9 @@ def test_without_related_modules_zeros_stay() -> None:
     assert int(weight.count_nonzero()) == weight.numel() // 2
 
 
-def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report() -> None:
     model = tiny_bert()
     config = ds_config(row_pruning=ROWS, weight_quantization=EIGHT_BITS)
-    from hf_zero.extras.compression.clean import clean
-
     init_compression(model, config)
     compressed = compression_of(model)
     assert compressed is not None

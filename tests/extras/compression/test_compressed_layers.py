@@ -18,7 +18,7 @@ from hf_zero.extras.compression.export import (
     convert_conv1d_to_linear,
     init_compression,
 )
-from hf_zero.extras.compression.pruning import quantized
+from hf_zero.extras.compression.pruning import quantized, quantized_in_range
 from hf_zero.extras.compression.schedule import top_mask
 from tests.extras.compression.models import bert_batches, ds_config, group, technique, tiny_bert, tiny_gpt2
 from tests.support.models import tiny_llama
@@ -97,7 +97,8 @@ def test_adapters_are_left_alone() -> None:
 
 
 def test_masks_in_order_and_their_gradients() -> None:
-    """Weight bits, then sparse, then rows; the masked weights get no gradient, the others that of the product."""
+    """Weight bits, then sparse, then rows; the masked weights get no gradient, the others that of the product. Rows
+    that have been chosen by their size stay chosen."""
     model: Any = nn.Sequential(nn.Linear(6, 4))
     weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
     config = ds_config(
@@ -114,6 +115,9 @@ def test_masks_in_order_and_their_gradients() -> None:
     torch.testing.assert_close(output, expected)
     output.sum().backward()
     torch.testing.assert_close(model[0].weight.grad, x.sum(0).expand(4, 6) * sparse * rows.view(-1, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.where(rows, 0.01, 100.0).view(-1, 1))
+    assert torch.equal(model(x).any(0), rows)
 
 
 def test_scores_are_trained_and_not_saved(tmp_path: Any) -> None:
@@ -131,15 +135,18 @@ def test_scores_are_trained_and_not_saved(tmp_path: Any) -> None:
 
 
 def test_static_ranges_follow_what_is_seen() -> None:
-    """-1..2, then -2..4: 0.95 of the old range and 0.05 of the new one. The first update only records."""
+    """-1..2, then -2..4: 0.95 of the old range and 0.05 of the new one. The first update, whose micro-batches count
+    together, only records; later ones also quantize. An evaluation records nothing."""
     model: Any = nn.Sequential(nn.Linear(2, 2))
     section = technique(group({"bits": 8}, "*"), range_calibration="static", quantization_type="asymmetric")
     init_compression(model, ds_config(activation_quantization=section))
     schedule: CompressionScheduler = compression_scheduler(model, None)
-    first = torch.tensor([[-1.0, 2.0]])
-    torch.testing.assert_close(model(first), functional.linear(first, model[0].weight, model[0].bias))
+    for inputs in (torch.tensor([[-1.0, 0.3]]), torch.tensor([[0.1, 2.0]])):
+        torch.testing.assert_close(model(inputs), functional.linear(inputs, model[0].weight, model[0].bias))
     schedule.step()
-    model(torch.tensor([[-2.0, 4.0]]))
+    inputs = torch.tensor([[-2.0, 4.0]])
+    in_range = quantized_in_range(inputs, torch.tensor(-1.0), torch.tensor(2.0), 8, symmetric=False)
+    torch.testing.assert_close(model(inputs), functional.linear(in_range, model[0].weight, model[0].bias))
     schedule.step()
     model.eval()
     model(torch.tensor([[-100.0, 100.0]]))
@@ -158,7 +165,7 @@ def test_dynamic_ranges_are_per_token() -> None:
     torch.testing.assert_close(model(x), quantized(x, 4, 6) @ model[0].weight.t())
 
 
-def test_a_technique_waits_for_its_offset(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_technique_waits_for_its_offset() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4))
     weight, x = model[0].weight.detach().clone(), torch.randn(2, 4)
     section = technique(group({"dense_ratio": 0.25}, "*"))

@@ -29,13 +29,19 @@ def test_a_model_loses_layers_in_place() -> None:
     assert [layer.attention.self.layer_idx for layer in model.bert.encoder.layer] in ([0, 1], [None, None])
 
 
-def test_a_student_takes_over_from_a_teacher() -> None:
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_student_takes_over_from_a_teacher(compresses: bool) -> None:
     teacher, student = tiny_bert(4, seed=1), tiny_bert(2, seed=2)
     section = {**REDUCTION, "other_module_name": ["bert.embeddings", "classifier"]}
-    student_initialization(student, teacher, ds_config(layer_reduction=section))
+    if compresses:
+        init_compression(student, ds_config(layer_reduction=section), teacher)
+    else:
+        student_initialization(student, teacher, ds_config(layer_reduction=section))
     own, theirs = student.bert.encoder.layer[1].output.dense, teacher.bert.encoder.layer[3].output.dense
     assert torch.equal(own.weight, theirs.weight) and torch.equal(student.classifier.weight, teacher.classifier.weight)
     assert not torch.equal(student.bert.pooler.dense.weight, teacher.bert.pooler.dense.weight)
+    with pytest.raises(ConfigError, match="names 2 layers, but the student has 3"):
+        student_initialization(tiny_bert(3), teacher, ds_config(layer_reduction=section))
 
 
 @pytest.mark.parametrize(

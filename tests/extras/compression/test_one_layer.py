@@ -1,4 +1,4 @@
-"""The effect of each technique on one layer's weights, inputs and masks, computed by hand."""
+"""What single layers offer, and techniques on one of them, by hand (test_compressed_layers.py has them in models)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_zero.comm import collectives_for
-from hf_zero.extras.compression.compressed_model import CompressedLayer
 from hf_zero.extras.compression.matching import Layer, layers_of
-from hf_zero.extras.compression.pruning import (
-    ActivationBits,
-    PrunedChannels,
-    PrunedHeads,
-    PrunedRows,
-    SnipWeights,
-    SparseWeights,
-    WeightBits,
-    along,
-    learn_together,
-    sums_along,
-)
-from hf_zero.extras.compression.section import ActivationShared, HeadShared, SparseShared, TechniqueGroup, WeightShared
+from hf_zero.extras.compression.pruning import PrunedChannels, PrunedHeads, SnipWeights, WeightBits
+from hf_zero.extras.compression.section import HeadShared, SparseShared, TechniqueGroup, WeightShared
 
 HALF = TechniqueGroup(path="group", modules=("*",), dense_ratio=0.5)
 L1 = HeadShared(schedule_offset=0, method="l1", num_heads=2)
@@ -59,59 +46,12 @@ def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
     assert changed is not None and changed.bits == 8
 
 
-def test_groups_that_do_not_divide_a_weight() -> None:
-    rule = TechniqueGroup(path="a", modules=("*",), start_bits=8, bits=8)
-    problem = WeightBits(_linear([[1.0, 0.4]]), rule, WeightShared(quantize_groups=3)).problem()
-    assert problem is not None and "must divide the number of elements" in problem.rule
-
-
-def test_a_static_range_is_learnt_before_it_is_needed() -> None:
-    """An update moves the range by 0.05 towards what it has seen, and the first one sets it; evaluation does not."""
-    policy = ActivationShared(schedule_offset=1, quantization_type="asymmetric", range_calibration="static")
-    bits = ActivationBits(_linear([[1.0, 0.4]]), TechniqueGroup(path="a", modules=("*",), bits=8), policy)
-    lone = collectives_for(torch.device("cpu"))
-    bits.advance(0)
-    inputs = torch.tensor([[-1.0, 0.3], [0.1, 3.0]])
-    assert torch.equal(bits.apply(inputs), inputs)
-    bits.apply(torch.tensor([[0.0, 2.0]]))
-    learn_together([bits], lone)
-    assert bits.range is not None and bits.range.tolist() == [-1.0, 3.0] and bits.seen is None
-    bits.advance(1)
-    assert (bits.apply(inputs) - inputs).abs().max() <= 4 / 255
-    bits.seen = None
-    bits.layer.module.eval()
-    bits.apply(9 * inputs)
-    assert bits.seen is None
-    bits.learn(1.0, 3.0)
-    torch.testing.assert_close(bits.range, torch.tensor([-0.9, 3.0]))
-
-
-def test_sums_and_factors_lie_along_one_dimension() -> None:
-    assert sums_along(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), 1).tolist() == [4, 6]
-    assert along(torch.ones(3), 1, 4).shape == (1, 3, 1, 1)
-
-
-def test_rows_and_their_biases() -> None:
-    rows = PrunedRows(_linear([[1.0, 1.0], [5.0, -5.0], [0.1, 0.1], [3.0, 0.0]]), HALF, L1)
-    rows.advance(0)
-    assert rows.needs_mask(0)
-    rows.fix(rows.layer.parameter, 0)
-    assert rows.final_mask().tolist() == [False, True, False, True] and not rows.needs_mask(1)
-    layer = CompressedLayer(rows.layer)
-    layer.pruned["row_pruning"] = rows
-    weight, bias = layer.effective(rows.layer.parameter, rows.layer.bias)
-    assert weight.tolist() == [[0, 0], [5, -5], [0, 0], [3, 0]]
-    assert bias is not None and bias.tolist() == [0, 1, 0, 1]
-
-
 def test_heads_are_blocks_of_inputs_and_biases_stay() -> None:
     heads = PrunedHeads(_linear([[1.0, 1.0, 4.0, 0.0]]), HALF, L1)
     assert heads.problem() is None and heads.head_size == 2 and heads.scores_shape() == (1, 2)
     heads.fix(heads.layer.parameter, 0)
     assert heads.weight_factor(heads.final_mask()).tolist() == [[False, False, True, True]]
     assert heads.bias_factor(heads.final_mask()) is None
-    problem = PrunedHeads(_linear([[1.0, 2.0, 3.0]]), HALF, L1).problem()
-    assert problem is not None and "must divide the 3 inputs" in problem.rule
 
 
 def test_channels_are_filters() -> None:
@@ -119,12 +59,6 @@ def test_channels_are_filters() -> None:
     channels = PrunedChannels(layer, HALF, L1)
     assert channels.scores_shape() == (4, 1, 1, 1)
     assert channels.weight_factor(torch.ones(4)).shape == (4, 1, 1, 1)
-
-
-def test_single_weights() -> None:
-    sparse = SparseWeights(_linear([[1.0, -3.0], [0.5, 2.0]]), HALF, L1)
-    sparse.fix(sparse.layer.parameter, 0)
-    assert sparse.final_mask().tolist() == [[False, True], [False, True]]
 
 
 def test_snip_momentum_remembers_gradients() -> None:
@@ -141,18 +75,3 @@ def test_snip_momentum_remembers_gradients() -> None:
     snip.mask = None
     snip.resume(None, 2)
     assert snip.follows and snip.needs_mask(3)
-
-
-def test_a_module_sees_the_tensor_during_its_forward_only() -> None:
-    rows = PrunedRows(_linear([[1.0, 1.0], [5.0, -5.0]]), HALF, L1)
-    rows.advance(0)
-    rows.fix(rows.layer.parameter, 0)
-    layer = CompressedLayer(rows.layer)
-    layer.pruned["row_pruning"] = rows
-    module, parameter = rows.layer.module, rows.layer.parameter
-    layer.watch()
-    assert module(torch.tensor([1.0, 0.0])).tolist() == [0, 6] and module.weight is parameter
-    module(torch.tensor([1.0, 0.0])).sum().backward()
-    assert parameter.grad is not None and parameter.grad.tolist() == [[0, 0], [1, 0]]
-    layer.unwatch()
-    assert module(torch.tensor([1.0, 0.0])).tolist() == [2, 6]

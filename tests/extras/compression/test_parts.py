@@ -1,4 +1,4 @@
-"""Unit tests of cleaning and layer reduction, and of compression as a training feature."""
+"""Parts of cleaning, and compression as a training feature."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.config import ConfigError, resolve, resolve_extra
+from hf_zero.config import resolve, resolve_extra
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.clean import (
     CleaningReport,
     DimensionChange,
     clean,
     cut,
-    cut_heads,
     cut_inputs,
     cut_outputs,
     cut_rows,
@@ -28,10 +27,10 @@ from hf_zero.extras.compression.clean import (
     size_of,
 )
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.feature import compress, compression_feature, is_reduced, reduce_layers, take_over
+from hf_zero.extras.compression.feature import compress, compression_feature
 from hf_zero.extras.compression.matching import Match, layers_of
-from hf_zero.extras.compression.section import LayerReduction, TechniqueGroup
-from tests.extras.compression.models import EIGHT_BITS, HEADS, ds_config, tiny_bert, tiny_gpt2
+from hf_zero.extras.compression.section import TechniqueGroup
+from tests.extras.compression.models import EIGHT_BITS, HEADS, ds_config, tiny_bert
 
 RULE = TechniqueGroup(path="group", modules=("*",))
 PREFIX = "bert.encoder.layer"
@@ -57,30 +56,10 @@ def test_cut() -> None:
         cut_inputs(nn.Conv2d(4, 4, 1, groups=2), torch.tensor([0, 1]))
 
 
-def test_rows_leave_with_the_inputs_that_read_them() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    mask, inputs = torch.tensor([True, False, True, True]), torch.rand(5, 3)
-    with torch.no_grad():
-        model[0].weight[1] = model[0].bias[1] = 0
-    expected = model(inputs)
-    cut_rows(_match(model, "0", "2"), mask)
-    torch.testing.assert_close(model(inputs), expected)
-    assert model[0].weight.shape == (3, 3) and model[2].weight.shape == (2, 3)
-    with pytest.raises(WrongArgument, match="related module 2 has 3 features, the pruned layer 4"):
-        cut_rows(_match(model, "0", "2"), mask)
-
-
-def test_heads_leave_packed_projections() -> None:
-    """GPT-2 has Q, K and V in one projection, one after the other."""
-    model = tiny_gpt2()
-    name = "transformer.h.0.attn"
-    before = model.get_submodule(f"{name}.c_attn").weight.detach().clone()
-    mask = torch.tensor([True, False, False, True])
-    cut_heads(model, _match(model, f"{name}.c_proj", f"{name}.c_attn"), mask)
-    attention: Any = model.get_submodule(name)
-    kept = torch.cat([before.view(16, 3, 4, 4)[:, part, mask].reshape(16, 8) for part in range(3)], dim=1)
-    assert torch.equal(attention.c_attn.weight, kept) and attention.num_heads == 2
-    assert model(input_ids=torch.ones(1, 5, dtype=torch.long)).logits.shape == (1, 5, 40)
+def test_rows_that_a_related_module_does_not_read_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 2))
+    with pytest.raises(WrongArgument, match="related module 1 has 3 features, the pruned layer 4"):
+        cut_rows(_match(model, "0", "1"), torch.tensor([True, False, True, True]))
 
 
 def test_a_config_follows_where_it_can() -> None:
@@ -126,20 +105,6 @@ def test_adapters_count_neither_before_nor_after() -> None:
     assert compressed is not None
     report = clean(compressed)
     assert report.before.num_flops == report.after.num_flops
-
-
-def test_layers_leave_or_are_taken_over() -> None:
-    policy = LayerReduction(module_name_prefix=PREFIX, teacher_layer=[1, 3], other_module_name=["bert.embeddings"])
-    teacher, student = tiny_bert(4), tiny_bert(2, seed=3)
-    assert is_reduced(student, policy) and not is_reduced(teacher, policy)
-    take_over(student, teacher, policy)
-    reduce_layers(teacher, policy)
-    assert len(teacher.bert.encoder.layer) == teacher.config.num_hidden_layers == 2
-    for name, parameter in student.bert.encoder.named_parameters():
-        assert torch.equal(parameter, teacher.bert.encoder.get_parameter(name)), name
-    assert torch.equal(student.bert.embeddings.word_embeddings.weight, teacher.bert.embeddings.word_embeddings.weight)
-    with pytest.raises(ConfigError, match="names 2 layers, but the student has 3"):
-        take_over(tiny_bert(3), tiny_bert(4), policy)
 
 
 def test_a_feature_only_where_it_is_asked_for() -> None:
