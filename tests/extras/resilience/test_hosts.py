@@ -48,7 +48,7 @@ def config_at(stage: int) -> dict[str, Any]:
 
 
 class TwoHosts:
-    """A training on both hosts."""
+    """A training on both hosts, which is killed at the end of a `with` block."""
 
     def __init__(
         self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int, pause_s: float = 0.3
@@ -60,6 +60,14 @@ class TwoHosts:
         self.port, self.token = random.SystemRandom().randrange(10000, 32000), secrets.token_hex(16)
         self._updates, self._pause_s = updates, pause_s
         self.launchers = [self.start(host) for host in range(2)]
+
+    def __enter__(self) -> TwoHosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
         script = [
@@ -157,20 +165,16 @@ class TwoHosts:
     def said(self) -> str:
         return "\n".join(self.said_by(host)[-6000:] for host in range(2))
 
-    def end(self) -> list[int]:
-        """Exit statuses, once both have ended by themselves."""
-        return [launcher.wait(timeout=_UPDATE_S) for launcher in self.launchers]
+    def await_end(self) -> None:
+        """Waits until both launchers have ended by themselves."""
+        assert [launcher.wait(timeout=_UPDATE_S) for launcher in self.launchers] == [0, 0], self.said()
 
-    def kill(self) -> None:
-        for launcher in self.launchers:
-            launcher.kill()
-            launcher.wait()
-
-    def wrong(self, right: dict[int, Any]) -> list[Any]:
-        """Updates with another loss or norm than without a fault, and missing ones."""
+    def check(self, right: dict[int, Any]) -> None:
+        """No update is missing, or has another loss or norm than without a fault."""
+        self.await_end()
         made = self.lines()
-        differ = [line for line in made if (line["loss"], line["norm"]) != right[line["update"]]]
-        return [*differ, *sorted(right.keys() - {line["update"] for line in made})]
+        wrong = [line for line in made if (line["loss"], line["norm"]) != right[line["update"]]]
+        assert wrong == [] and right.keys() == {line["update"] for line in made}, self.said()
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +184,8 @@ def spaces() -> Iterator[list[str]]:
 
 
 def undisturbed(spaces: list[str], folder: Path, stage: int, per_host: int, updates: int) -> dict[int, Any]:
-    training = TwoHosts(spaces, folder, stage, per_host, updates, pause_s=0.0)
-    try:
-        assert training.end() == [0, 0], training.said()
-    finally:
-        training.kill()
+    with TwoHosts(spaces, folder, stage, per_host, updates, pause_s=0.0) as training:
+        training.await_end()
     return {line["update"]: (line["loss"], line["norm"]) for line in training.lines()}
 
 
@@ -194,16 +195,13 @@ Attacks = list[tuple[Callable[[int], float], int]]  # what is done to which host
 def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> None:
     """One after the other, each after four updates whose checkpoints have been copied; nothing is lost."""
     recovered = []
-    try:
+    with training:
         for attack, host in attacks:
             training.await_update(len(training.lines()) + 4)
             training.await_copy(host)
             recovered.append(attack(host))
-        assert training.end() == [0, 0], training.said()
-    finally:
-        training.kill()
+        training.check(right)
     sys.stdout.write(f"seconds to recover: {recovered}\n")
-    assert training.wrong(right) == [], training.said()
     whole = training.said_by(0)
     assert whole.count("training continues after update") == len(attacks), whole[-6000:]
 
@@ -234,17 +232,13 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
 def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Path) -> None:
     """From the copy on the next host; the spare has imported everything before."""
     right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
-    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
-    try:
+    with TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16) as training:
         spare = training.stand_by()
         training.await_copy(1)
         training.await_update(len(training.lines()) + 2)
         sys.stdout.write(f"seconds to recover: {training.lose_host(1, spare)}\n")
-        assert training.end() == [0, 0], training.said()
-    finally:
-        training.kill()
-    assert training.wrong(right) == [], training.said()
-    whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
+        training.check(right)
+    whole = training.said_by(0)
     assert whole.count("training continues after update") == 1, whole[-6000:]
 
 
@@ -264,8 +258,7 @@ def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
 def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: list[str], tmp_path: Path) -> None:
     """A bit of host 1's last checkpoint flips while all ranks are stopped, then a rank is killed: nothing is lost."""
     right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 40)
-    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 40)
-    try:
+    with TwoHosts(spaces, tmp_path / "attacked", 2, 1, 40) as training:
         training.await_update(4)
         while True:
             ranks = [rank for host in range(2) for rank in training.ranks(host)]
@@ -281,11 +274,8 @@ def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: 
             time.sleep(0.02)
         flip(slots_of(training, 1)[made] / "rank-1.0")
         training.kill_rank(0)
-        assert training.end() == [0, 0], training.said()
-    finally:
-        training.kill()
-    assert training.wrong(right) == [], training.said()
-    said = (tmp_path / "attacked" / "said-1").read_text(errors="replace")
+        training.check(right)
+    said = training.said_by(1)
     found = f"rank-1.0 is not what rank 1 kept after update {made}, so the next host's copy is used"
     assert found in said, said[-6000:]
-    assert f"training continues after update {made}, " in (tmp_path / "attacked" / "said-0").read_text(errors="replace")
+    assert f"training continues after update {made}, " in training.said_by(0)

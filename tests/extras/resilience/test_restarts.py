@@ -13,22 +13,24 @@ from tests.launch.test_command_line import LAUNCH, run
 FAILS_ONCE = "test -e again && exec touch done; touch again; echo $MASTER_PORT; kill -9 $$"
 
 
+def words(most: int, script: str, *more: str) -> list[str]:
+    """One rank that runs a shell script, and restarts `most` times."""
+    flags = ["--num_gpus", "1", "--max_restarts", str(most), *more, "--no_python", "--no_local_rank"]
+    return [*flags, "sh", "-c", script]
+
+
 def test_ranks_start_again_with_another_port(tmp_path: Path) -> None:
-    done = run(
-        tmp_path, "--num_gpus", "1", "--max_restarts", "2", "--no_python", "--no_local_rank", "sh", "-c", FAILS_ONCE
-    )
+    done = run(tmp_path, *words(2, FAILS_ONCE))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").exists() and done.stdout == "29500\n"
     assert "rank 0 on localhost failed first (killed by SIGKILL): restarting all ranks (restart 1 of 2)" in done.stderr
-    ports = "test -e again && echo $MASTER_PORT && exit; touch again; exit 1"
     (tmp_path / "again").unlink()
-    other = run(tmp_path, "--num_gpus", "1", "--max_restarts", "1", "--no_python", "--no_local_rank", "sh", "-c", ports)
+    other = run(tmp_path, *words(1, "test -e again && echo $MASTER_PORT && exit; touch again; exit 1"))
     assert other.returncode == 0 and other.stdout != "29500\n" and other.stdout.strip().isdigit()
 
 
 def test_they_start_no_more_often_than_they_may(tmp_path: Path) -> None:
-    always = "echo . >> starts; exit 3"
-    done = run(tmp_path, "--num_gpus", "1", "--max_restarts", "2", "--no_python", "--no_local_rank", "sh", "-c", always)
+    done = run(tmp_path, *words(2, "echo . >> starts; exit 3"))
     assert done.returncode == 3 and len((tmp_path / "starts").read_text().splitlines()) == 3
     assert "ranks have been restarted as often as --max_restarts 2 allows" in done.stderr
 
@@ -36,48 +38,24 @@ def test_they_start_no_more_often_than_they_may(tmp_path: Path) -> None:
 def test_an_error_of_the_script_is_not_tried_over_and_over(tmp_path: Path) -> None:
     """A script with a wrong import was restarted a hundred times with --max_restarts 100. Repeated identical errors now
     end the job; there is no checkpoint in host memory yet that would show progress."""
-    words = ["--num_gpus", "1", "--max_restarts", "100", "--no_python", "--no_local_rank", "sh", "-c"]
-    done = run(tmp_path, *words, "echo . >> starts; echo NameError >&2; exit 1")
+    done = run(tmp_path, *words(100, "echo . >> starts; echo NameError >&2; exit 1"))
     assert done.returncode == 1 and len((tmp_path / "starts").read_text().splitlines()) == 2
     assert "a rank has failed with an error twice before a state was kept" in done.stderr
     (tmp_path / "starts").unlink()
     other = "echo . >> starts; wc -l starts >&2; test $(wc -l < starts) = 4"
-    assert run(tmp_path, *words, other).returncode == 0, "what goes wrong differs"
+    assert run(tmp_path, *words(100, other)).returncode == 0, "what goes wrong differs"
 
 
 def test_a_rank_that_is_stopped_counts_as_dead(tmp_path: Path) -> None:
     stops = "test -e again && exit; touch again; kill -STOP $$"
-    words = [
-        "--num_gpus",
-        "1",
-        "--max_restarts",
-        "1",
-        "--stopped_timeout",
-        "0.3",
-        "--no_python",
-        "--no_local_rank",
-        "sh",
-        "-c",
-        stops,
-    ]
-    done = run(tmp_path, *words)
+    done = run(tmp_path, *words(1, stops, "--stopped_timeout", "0.3"))
     assert done.returncode == 0, done.stderr
     assert "rank 0 has been stopped for 0.3 s" in done.stderr
 
 
 def test_ctrl_c_ends_what_could_start_again(tmp_path: Path) -> None:
-    words = [
-        "--num_gpus",
-        "1",
-        "--max_restarts",
-        "5",
-        "--no_python",
-        "--no_local_rank",
-        "sh",
-        "-c",
-        "echo begun; exec sleep 100",
-    ]
-    process = subprocess.Popen([*LAUNCH, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [*LAUNCH, *words(5, "echo begun; exec sleep 100")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
     process.terminate()
     _, said = process.communicate(timeout=60)
@@ -90,22 +68,13 @@ def test_restarts_are_for_one_machine(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--launcher torchrun --launcher_args '--max-restarts N'" in done.stderr
     assert run(tmp_path, "--max_restarts", "-1", "script.py").returncode == 2
     assert "without --max_restarts" in run(tmp_path, "--standby", "script.py").stderr
-    words = ["--hostfile", "hosts", "--no_ssh", "--node_rank", "0", "--max_restarts", "1", "--standby"]
-    assert "use --spare for a whole spare machine" in run(tmp_path, *words, "script.py").stderr
+    hosts = ["--hostfile", "hosts", "--no_ssh", "--node_rank", "0", "--max_restarts", "1", "--standby"]
+    assert "use --spare for a whole spare machine" in run(tmp_path, *hosts, "script.py").stderr
 
 
 def test_the_log_of_a_rank_keeps_what_it_said_before(tmp_path: Path) -> None:
-    words = [
-        "--num_gpus",
-        "1",
-        "--max_restarts",
-        "2",
-        "--enable_each_rank_log",
-        "logs",
-        "--no_python",
-        "--no_local_rank",
-    ]
-    assert run(tmp_path, *words, "sh", "-c", "echo started; " + FAILS_ONCE).returncode == 0
+    script = "echo started; " + FAILS_ONCE
+    assert run(tmp_path, *words(2, script, "--enable_each_rank_log", "logs")).returncode == 0
     (log,) = (tmp_path / "logs").iterdir()
     assert log.read_text().splitlines()[::2] == ["started", "started"]
 
