@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -161,21 +160,25 @@ def test_memory_between_forward_and_backward(policy: ActivationCheckpointing) ->
         assert len(pool._free) == LAYERS - 1
 
 
+class Copies(OwnMemory):
+    """Counts the copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Any:
+        self.num += 1
+        return super().copy_out(buffer, home)
+
+
 def test_one_input_of_all_calls_is_kept_once() -> None:
     """An encoder's output goes to every layer of the decoder."""
-    layers, copies = net(), []
-
-    class Counting(OwnMemory):
-        def copy_out(self, buffer: Tensor, home: Tensor) -> Any:
-            copies.append(buffer.numel())
-            return super().copy_out(buffer, home)
-
-    with use(Counting()):
-        train(layers, lambda *args: CALLS.run(checkpoint, *args, use_reentrant=False), micro_batches=1)
-    assert len(copies) == LAYERS  # the shared one, and those of all layers but the last
-
-
-CALLS = CheckpointedCalls(ActivationCheckpointing(cpu_checkpointing=True))
+    copies = Copies()
+    with use(copies):
+        calls = CheckpointedCalls(POLICIES["host"])
+        train(net(), lambda *args: calls.run(checkpoint, *args, use_reentrant=False), micro_batches=1)
+    assert copies.num == LAYERS  # the shared one, and those of all layers but the last
 
 
 def test_an_input_that_is_changed_afterwards_is_an_error() -> None:
@@ -230,18 +233,34 @@ def test_the_device_is_waited_for_at_each_boundary() -> None:
     assert runtime.num_waits == 2 * 2 * LAYERS
 
 
-def test_small_things_and_masks_stay_where_they_are() -> None:
-    calls = CheckpointedCalls(POLICIES["host"])
-    large = torch.ones(ROWS, WIDTH)
-    candidates = [
-        large,
-        large.t(),
-        nn.Parameter(large),
-        large.long(),
-        large[:1],
-        large[:, ::2],
-        large[:, None].expand(-1, 9, -1),
-    ]
-    assert [calls._is_candidate(one) for one in candidates] == [True, True, *itertools.repeat(False, 5)]
-    large.no_checkpointing = True  # type: ignore[attr-defined]
-    assert not calls._is_candidate(large) and not calls._is_candidate(None)
+LARGE = torch.ones(ROWS, WIDTH)
+MARKED = torch.ones(ROWS, WIDTH)
+MARKED.no_checkpointing = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "goes"),
+    [
+        (LARGE, True),
+        (LARGE.t(), True),
+        (nn.Parameter(LARGE), False),
+        (LARGE.long(), False),
+        (LARGE[:1], False),
+        (LARGE[:, ::2], False),
+        (LARGE[:, None].expand(-1, 9, -1), False),
+        (MARKED, False),
+        (None, False),
+    ],
+    ids=["plain", "transposed", "weight", "mask", "small", "with gaps", "repeated", "marked", "none"],
+)
+def test_large_activations_go_to_the_host_and_nothing_else(given: Tensor | None, goes: bool) -> None:
+    """They go when the next call begins."""
+    copies, factor = Copies(), torch.ones(1, requires_grad=True)
+
+    def layer(values: Tensor | None) -> Tensor:
+        return factor * (1 if values is None else values)
+
+    with use(copies):
+        calls = CheckpointedCalls(POLICIES["host"])
+        outputs = [calls.run(checkpoint, layer, values, use_reentrant=False) for values in (given, factor)]
+        assert copies.num == int(goes) and len(outputs) == 2
