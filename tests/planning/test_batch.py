@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 
 import pytest
-from rich.console import Console
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, with_batch
-from hf_zero.planning.choose import ALIKE, RankedPlans, choose
+from hf_zero.planning.choose import ALIKE, choose
 from hf_zero.planning.event_model import Machine, Setup, Shape, simulate
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import load_model
-from hf_zero.planning.show import as_dict, chosen_batch, reasoning, show
-from tests.planning.material import planned
+from hf_zero.planning.show import as_dict, chosen_batch, reasoning
+from tests.planning.material import planned, shown
 
 pytestmark = pytest.mark.lengthy
 SEARCHED = Training(searches=True)
-
-
-def shown(plan: RankedPlans, **options: bool) -> str:
-    """The command's output on one line per paragraph."""
-    console = Console(file=io.StringIO(), width=400)
-    show(plan, console=console, **options)
-    said: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return said
 
 
 def test_the_example_of_the_readme_takes_a_larger_micro_batch() -> None:

@@ -12,9 +12,7 @@ from transformers.optimization import Adafactor
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, load_config
-from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning.measure import measure
-from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import RankedPlans, given_estimates, plan
@@ -23,7 +21,7 @@ from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, reasoning
-from tests.planning.material import config_folder
+from tests.planning.material import config_folder, imitate_trials
 
 MACHINE = hardware({"gpu": "h100", "gpus_per_node": 2, "nodes": 2, "host_memory": "1T", "disk": "1T"})
 CPU = {"device": "cpu"}
@@ -112,13 +110,7 @@ def test_updates_on_the_device_are_counted_in_memory_but_not_in_time(model: Plan
 
 
 def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Experiment] = []
-
-    def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
-        asked.append(experiment)
-        return Result(experiment, "ok", {"throughput": 2.0})
-
-    monkeypatch.setattr(measuring, "run_experiment", run)
+    asked = imitate_trials(monkeypatch)
     config = load_config(OPEN | {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR"}})
     machine = hardware({"gpu": "h100", "gpus_per_node": 2, "host_memory": "1T"})
     training = Training(length=64, checkpointing=False)

@@ -17,15 +17,15 @@ from bench.states import state_bytes
 from hf_zero import initialize
 from hf_zero.api import run_words
 from hf_zero.config import resolve
-from hf_zero.layout.memory import gradient_sizes
 from hf_zero.offload.memory_estimate import StateSizes, estimate_memory
 from hf_zero.params.store import of
+from hf_zero.planning import memory
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.memory import STATES, OptimizerSize, Setting, rank_memory, trained_specs
 from hf_zero.planning.model import load_model, trace
 from hf_zero.planning.packed import PackedBase
 from hf_zero.precision import is_packed, tensors_of
-from tests.planning.material import config_folder
+from tests.planning.material import config_folder, states_of
 from tests.support.packed import EightBitLinear, PackedLinear, eight_bit, quantise
 from tests.support.ranks import run_ranks
 
@@ -72,27 +72,13 @@ def test_states_are_those_of_engines_to_the_byte(tmp_path: Path) -> None:
         traced = trace(model, micro_batch=1, length=16, checkpointing=False)
         for way in WAYS:
             answers = resolve(filled(way, folder, precision), model=model.view, world_size=2)
-            setting = Setting(answers, OptimizerSize(), 2, separate=False)
-            memory = rank_memory(model, setting, traced)
-            places = (memory.device, memory.disk)
-            kinds = {kind: sum(place.get(kind, 0) for place in places) for kind in ("parameters", "optimizer")}
-            expected.append(kinds | {"gradients": _sums(model, setting)})
-    assert measured == [{kind: each[kind] for kind in measured[0]} for each in expected]
-
-
-def _sums(model: Any, setting: Setting) -> int:
-    """Reduced gradients without those that wait for the rest of their bucket."""
-    from hf_zero.planning import memory
-
-    layout, units = memory._layouts(model, setting)
-    return gradient_sizes(memory.rank_sizes(model, setting, layout, units)).total()
+            expected.append(states_of(model, Setting(answers, OptimizerSize(), 2, separate=False), traced))
+    assert measured == expected
 
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_path: Path) -> None:
     """Host and disk of `hf_zero.offload.memory_estimate`, which ignores padding and expects a slow drive."""
-    from hf_zero.planning import memory
-
     model = load_model("40M")
     training = Training(length=16, nvme_path=str(tmp_path))
     traced = trace(model, micro_batch=1, length=16, checkpointing=False)
@@ -211,10 +197,7 @@ def test_a_quantized_base_is_that_of_engines_to_the_byte(base: PackedBase, tmp_p
     assert traced.flops == trace(plain, micro_batch=1, length=16, checkpointing=False).flops
     for stage, (states, scales) in zip((2, 3), measured, strict=True):
         answers = resolve(filled(Candidate(stage), folder, "bf16"), model=model.view, world_size=2)
-        setting = Setting(answers, OptimizerSize(), 2, separate=False)
-        memory = rank_memory(model, setting, traced)
-        kinds = {kind: memory.device.get(kind, 0) for kind in ("parameters", "optimizer")}
-        assert states == kinds | {"gradients": _sums(model, setting)}
+        assert states == states_of(model, Setting(answers, OptimizerSize(), 2, separate=False), traced)
         planned = (each.buffer_bytes(shards_scales=stage == 3) for each in (model, plain))
         assert scales == next(planned) - next(planned) >= 0
         assert bool(scales) == (stage == 2 or base != PackedBase(4)), "whole: those of 8 bit, and scales of scales"

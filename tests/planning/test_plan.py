@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import re
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, load_config, resolve
@@ -34,8 +32,8 @@ from hf_zero.planning.estimate import gigabytes
 from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
-from hf_zero.planning.show import as_dict, reasoning, remedies, show, sums
-from tests.planning.material import config_folder, of_size, planned
+from hf_zero.planning.show import as_dict, reasoning, remedies, sums
+from tests.planning.material import config_folder, of_size, planned, shown
 
 pytestmark = pytest.mark.lengthy
 
@@ -130,14 +128,6 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     needed = [float(number) for number in re.findall(r"([\d.]+) GB of host memory", reasoning(less)[-1])]
     assert len(needed) == 3 and needed[1] > less.hardware.host_limit / 1e9 >= needed[2]
     assert 'clipping "last_norm"' in reasoning(less)[-1] and reasoning(less)[-1].endswith("changes the training")
-
-
-def shown(plan: RankedPlans) -> str:
-    """The command's output."""
-    console = Console(file=io.StringIO(), width=150)
-    show(plan, console=console)
-    said: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return said
 
 
 def test_updates_beside_backward_are_hidden_behind_it(tmp_path: Path) -> None:

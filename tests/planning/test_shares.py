@@ -19,18 +19,16 @@ from hf_zero import initialize
 from hf_zero.__main__ import main
 from hf_zero.comm import ledger
 from hf_zero.config import TrainingView, resolve
-from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning.measure import measure
-from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
 from hf_zero.planning.choose import RankedPlans
-from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
+from hf_zero.planning.memory import OptimizerSize, Setting
 from hf_zero.planning.model import PlannedModel, load_model, trace
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, reasoning, title
 from hf_zero.tensor.shard import shard_model
-from tests.planning.material import config_folder, planned
-from tests.planning.test_memory import _sums, filled
+from tests.planning.material import config_folder, imitate_trials, planned, states_of
+from tests.planning.test_memory import filled
 from tests.support.ranks import run_ranks
 from tests.tensor.models import config_of, model_of
 from tests.tensor.threads import ThreadCollectives, in_threads
@@ -127,10 +125,7 @@ def test_states_of_parts_are_those_of_engines_to_the_byte(tmp_path: Path) -> Non
         training = Training(length=LENGTH, tensor_parallel=2)
         answers = resolved(ds_config(way, training), training, model, 2)
         setting = Setting(answers, OptimizerSize(), shard_ranks=1, separate=False)
-        memory = rank_memory(model, setting, seen)
-        assert found["parameters"] == memory.device["parameters"], way
-        assert found["optimizer"] == memory.device["optimizer"], way
-        assert found["gradients"] == _sums(model, setting), way
+        assert found == states_of(model, setting, seen), way
 
 
 def messages_of_shared_sequences(rank: int) -> tuple[int, int]:
@@ -320,13 +315,7 @@ def test_the_command_writes_the_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_trials_have_the_sizes(
     llama: PlannedModel, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Experiment] = []
-
-    def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
-        asked.append(experiment)
-        return Result(experiment, "ok", {"throughput": 2.0})
-
-    monkeypatch.setattr(measuring, "run_experiment", run)
+    asked = imitate_trials(monkeypatch)
     cut = llama.cut(sizes.get("tensor_parallel", 1))
     found = planned("", Training(length=64, checkpointing=False, **sizes), cut)
     assert [each.tokens_per_s for each in measure(found, 1, tmp_path)] == [128.0]

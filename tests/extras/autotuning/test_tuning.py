@@ -14,7 +14,6 @@ import pytest
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.autotuning import Autotuning, TrialPolicy, tuning
-from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning.measure import Trial, measure, ranked
 from hf_zero.extras.autotuning.tuning import (
     Experiment,
@@ -31,7 +30,7 @@ from hf_zero.extras.autotuning.tuning import (
 )
 from hf_zero.features import EngineTools, Progress
 from hf_zero.planning.candidates import Training
-from tests.planning.material import config_folder, planned
+from tests.planning.material import config_folder, imitate_trials, planned
 
 SCRIPT = Path(__file__).with_name("tuned_script.py")
 
@@ -160,15 +159,7 @@ def test_tune_and_run_through_the_launcher(tmp_path: Path) -> None:
 
 def test_measured_candidates_rank_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned("40M", Training(length=32, checkpointing=False))
-    asked: list[Experiment] = []
-
-    def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
-        asked.append(experiment)
-        number = len(asked)
-        rate = {"throughput": float(number)} if number > 1 else {}
-        return Result(experiment, "ok" if rate else "out of memory", rate)
-
-    monkeypatch.setattr(measuring, "run_experiment", run)
+    asked = imitate_trials(monkeypatch, rate=lambda number: float(number) if number > 1 else 0.0)
     measured = measure(found, 3, tmp_path)
     assert [each.tokens_per_s for each in measured] == [None, 64, 96]
     assert ranked(found, measured).chosen is measured[2].estimate and ranked(found, measured[:1]).chosen is None
