@@ -146,11 +146,11 @@ def test_an_optimizer_around_another_is_not_stepped() -> None:
 
 
 def run(rank: int, kind: Any, stage: int, sections: dict[str, Any]) -> tuple[Any, list[str]]:
-    with heard() as heard:
+    with heard() as said:
         engine = engine_of(lambda model: kind(model.parameters()), stage, 2, **sections)
         for _ in train(engine, rank, 2, STEPS):
             pass
-    return weights_of(engine), [line for line in heard if "depends on" in line]
+    return weights_of(engine), [line for line in said if "depends on" in line]
 
 
 def plain(kind: Any) -> dict[str, Tensor]:
