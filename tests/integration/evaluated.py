@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
-from tests.tensor.training import VOCABULARY, Batch, model_of
+from tests.support.models import Batch
+from tests.support.one_process import VOCABULARY
+from tests.tensor.models import model_of
 
 IGNORED = -100
 BATCH = 2

@@ -30,7 +30,7 @@ from tests.integration.evaluated import (
 from tests.integration.flows import clean
 from tests.sequence.hugging_face import parallelism
 from tests.support.ranks import run_ranks
-from tests.tensor.training import model_of
+from tests.tensor.models import model_of
 
 TENSOR: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 HYBRID: dict[str, Any] = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}

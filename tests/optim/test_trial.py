@@ -186,9 +186,9 @@ def found() -> Found:
 def test_optimizers_of_whole_tensors_train_as_in_one_process(found: Found) -> None:
     """`optim="apollo_adamw"` failed: "has already stepped", because its constructor stores a seed for each tensor."""
     for (kind, stage, sections), ranks in zip(SILENT, found[len(WARNED) :], strict=False):
-        for weights, heard in ranks:
+        for weights, said in ranks:
             assert_same(weights, plain(kind), what=f"{kind.__name__}, stage {stage}, {sections}")
-            assert not heard
+            assert not said
 
 
 def test_a_warning_names_what_to_set(found: Found) -> None:

@@ -20,8 +20,9 @@ from torch import nn
 
 from hf_zero.config import ConfigError, resolve
 from tests.mesh.training import differences, train
+from tests.support.one_process import CLIP, RATE, Trained, batches, in_one_process
 from tests.support.ranks import run_ranks
-from tests.tensor.training import CLIP, RATE, Trained, batches, in_one_process, model_of
+from tests.tensor.models import model_of
 
 WORLD, STEPS = 4, 5
 AT_ONCE = 12  # products that the same ranks train one after the other

@@ -18,8 +18,10 @@ from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.muon import Muon, MuonUpdater
 from tests.experts.training import VOCABULARY
 from tests.experts.training import model_of as experts_of
+from tests.support.models import Batch
+from tests.support.one_process import CLIP, batches
 from tests.support.ranks import run_ranks
-from tests.tensor.training import CLIP, Batch, batches, model_of
+from tests.tensor.models import model_of
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1}

@@ -10,9 +10,6 @@ from torch import nn
 from tests.support.models import IGNORED, Batch
 from tests.support.one_process import (
     CLIP,
-    RATE,
-    VOCABULARY,
-    Trained,
     batches,
     differences,
     engine_of,
@@ -20,10 +17,6 @@ from tests.support.one_process import (
     train,
 )
 from tests.tensor.models import model_of
-
-# Also for tests of combinations, of optimizers and of evaluation.
-__all__ = ["CLIP", "RATE", "VOCABULARY", "Batch", "Trained", "batches", "compare", "config_with", "in_one_process"]
-__all__ += ["model_of", "padded"]
 
 
 def padded(number: int) -> list[Batch]:
