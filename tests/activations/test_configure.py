@@ -21,10 +21,10 @@ from hf_zero.integration.compat import activation_checkpointing as checkpointing
 from tests.activations.test_calls import LAYERS, ROWS, WIDTH, net, train
 from tests.activations.test_feature import EVERYTHING, llama
 from tests.activations.test_feature import train as train_llama
-from tests.step.test_stage3_traffic_and_memory import counted
 from tests.support.late import Late, use
 from tests.support.memory import profiled_memory, still_allocated
 from tests.support.ranks import run_ranks
+from tests.support.traffic import calls_and_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def run_partitioned(rank: int) -> dict[str, Any]:
         ledger.reset()
         with use(Late()):
             losses, weights = train_llama(llama(), section, 3)
-        found[f"stage 3 {section is not None}"] = losses, weights, counted()
+        found[f"stage 3 {section is not None}"] = losses, weights, calls_and_bytes()
     return found
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import FirstNan, StandIns, signature, signature_of, signed_nan
-from tests.api.test_outside_forward import NOTHING_STAYS, both_limits, engine_of
+from tests.api.test_outside_forward import BOTH, engine_of
 from tests.support.groups import groups_of
+from tests.support.limits import NOTHING_STAYS
 from tests.support.messages import heard
 from tests.support.ranks import run_ranks
 
@@ -68,7 +69,7 @@ def unseen(parameter: Tensor) -> Tensor:
 
 
 def warnings_of(engine: Any, loss_of: Any) -> list[str]:
-    with heard(logging.WARNING) as found:
+    with heard(level=logging.WARNING) as found:
         for _ in range(2):
             engine.backward(loss_of(engine))
     return found
@@ -94,7 +95,7 @@ def _spoilt_losses(rank: int, limits: dict[str, int]) -> None:
 
 
 @pytest.mark.at_once
-@both_limits
+@pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 def test_the_first_loss_that_is_nan_is_reported_with_the_parameter_that_was_read(limits: dict[str, int]) -> None:
     run_ranks(_spoilt_losses, 2, limits)
 
@@ -102,7 +103,7 @@ def test_the_first_loss_that_is_nan_is_reported_with_the_parameter_that_was_read
 def _evaluated(rank: int) -> None:
     engine = engine_of(NOTHING_STAYS)
     spoilt = torch.tensor(engine.module.first.bias)[:5].expand(2, 5)  # by torch.tensor, which Python code does not see
-    with heard(logging.WARNING) as found, torch.no_grad():
+    with heard(level=logging.WARNING) as found, torch.no_grad():
         engine.module.forward = lambda x: {"loss": x.mean()}["loss"]
         engine(spoilt)
     assert len(found) == 1 and "evaluation after step 0" in found[0] and "'first.bias'" in found[0]
@@ -128,7 +129,7 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
     handle = released("layer")
     watch = FirstNan(StandIns([handle]), torch.device("cuda"))
     heard = []
-    with heard(logging.WARNING) as found:
+    with heard(level=logging.WARNING) as found:
         for number in range(4):
             watch.look(handle.mark if number == 1 else torch.ones(()), f"backward {number}")
             heard.append(len(found))

@@ -21,10 +21,10 @@ from hf_zero.tiling import functions as mlp_module
 from hf_zero.tiling import loss as loss_module
 from hf_zero.tiling.functions import dense_mlps, is_dense_mlp, norms_of_tokens
 from hf_zero.tiling.loss import DeferredLogits, loss_tile_tokens, tiled_loss_of
-from tests.step.test_stage3_traffic_and_memory import counted
 from tests.support.architectures import ARCHITECTURES, LLAMA
 from tests.support.models import tiny_llama
 from tests.support.ranks import run_ranks
+from tests.support.traffic import calls_and_bytes
 
 LENGTH = 48
 IGNORED = -100
@@ -345,7 +345,7 @@ def _run_stage(rank: int, zero: dict[str, Any], tiled: dict[str, bool], reentran
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    calls = counted()
+    calls = calls_and_bytes()
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.destroy()
     return losses, weights, calls
