@@ -128,12 +128,12 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
 
     handle = released("layer")
     watch = FirstNan(StandIns([handle]), torch.device("cuda"))
-    heard = []
+    counts = []
     with heard(level=logging.WARNING) as found:
         for number in range(4):
             watch.look(handle.mark if number == 1 else torch.ones(()), f"backward {number}")
-            heard.append(len(found))
-    assert heard == [0, 0, 0, 1] and "backward 1;" in found[0] and "'layer'" in found[0]
+            counts.append(len(found))
+    assert counts == [0, 0, 0, 1] and "backward 1;" in found[0] and "'layer'" in found[0]
 
 
 def released(name: str, dtype: torch.dtype = torch.float32) -> ShardedParameter:
