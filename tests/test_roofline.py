@@ -65,7 +65,9 @@ def test_updates_run_beside_the_next_forward() -> None:
     assert ("update 1", 1.5, 2.5) in spans(queued, "host"), "on an H100's host, the kernels of a unit come in between"
     half = simulate(ROUND, TWO_UNITS, replace(ALL_ON_HOST, offload_ratio=0.5))
     assert spans(half, "host") == [("update 1", 0, 1)], "the first units stay on the device"
-    assert spans(half, "compute")[-1][0] == "update 0"
+    assert spans(half, "update") == [("update 0", 0, 1)], "and are updated there, on a lane of their own"
+    assert spans(half, "out")[0] == ("updated weights 0", 1, 2)
+    assert spans(half, "in")[0] == ("weights 0", 2, 3)
 
 
 def test_weights_go_back_while_the_next_are_updated() -> None:

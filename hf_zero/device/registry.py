@@ -1,6 +1,6 @@
 """The runtime of each device, one per device and process, and reading numbers that a device has computed.
 
-`Accelerator` has a stream for gathers and one per direction of transfer, and events between them. It uses
+`Accelerator` has a stream for gathers, one for updates and one per direction of transfer, and events between them. It uses
 `torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share. Queries that only some of
 them support (free memory, page-locking) use the device's own module.
 """
@@ -129,7 +129,13 @@ class Accelerator(Runtime):
             complete_first()
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        stream = self._stream(Lane.GATHER)
+        return self._on(Lane.GATHER, after)
+
+    def update_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return self._on(Lane.UPDATE, after)
+
+    def _on(self, lane: Lane, after: Event | None) -> AbstractContextManager[None]:
+        stream = self._stream(lane)
         if after is None and torch.accelerator.current_stream(self.device) != stream:
             after = self.record()
         if isinstance(after, StreamEvent):

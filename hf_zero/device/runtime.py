@@ -4,7 +4,8 @@
     compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
     gather    [unit 1] [unit 2]    [unit 2]  [unit 1]                         all-gathers of weights
     in                 [unit 1]  [unit 2]        [weights]                    host memory -> device
-    out                              [gradients]                              device -> host memory
+    out                              [gradients]      [weights]               device -> host memory
+    update                                            [kernels]               updates beside the next forward
 
 Each row is a *lane*: its work runs in order, concurrently with other lanes. (Reductions need no lane here: a process
 group has its own stream, which waits until compute has filled a buffer.) A copy returns an event at once; a stream
@@ -62,6 +63,7 @@ class Lane(Enum):
     GATHER = "gather"
     IN = "in"
     OUT = "out"
+    UPDATE = "update"
 
 
 class Event:
@@ -173,7 +175,7 @@ class Runtime:
         # A single call, because the thread would need the GIL between several.
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
 
-    # Gathers
+    # Other lanes than compute
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
         """Context that runs kernels and collectives on the gather lane; `record` and `wait` refer to this lane.
@@ -181,6 +183,10 @@ class Runtime:
         Args:
             after: event to wait for first; None: everything queued on the lane that is current now.
         """
+        return _NO_OTHER_LANE
+
+    def update_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        """Context that runs kernels of an update on their own lane, beside the next forward; as `gather_lane`."""
         return _NO_OTHER_LANE
 
     # Events

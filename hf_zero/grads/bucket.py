@@ -36,6 +36,7 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives
 from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.kernels.accumulate import add_into, add_rows, write_rows
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval, Slot
@@ -244,6 +245,12 @@ class ReducedGradient:
         self._squares = None
         if self._departures is None and not self._memory.is_host:
             self.give_up_room()
+
+    def keep_until(self, event: Event) -> None:
+        """Keep the memory of the sum from being reused before `event`, even if it is freed."""
+        tensor = None if self._vector is None else self._vector.tensor
+        if tensor is not None:
+            runtime_of(self._trained.device).keep_until(event, tensor)
 
     def give_up_room(self) -> None:
         """Free the memory if there is no sum."""

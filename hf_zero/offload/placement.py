@@ -154,7 +154,7 @@ class StagedVector(Vector):
         if self._pool.is_host:
             self._arrived = self._runtime.copy_out(home, self._values)
         else:
-            self._arrived = self._runtime.copy_in(home, self._values, after=self._free, written=self._left)
+            self._arrived = self._runtime.copy_in(home, self._values, after=self._free, written=self._home.written)
         self._runtime.keep_until(self._arrived, home)
 
     @property
@@ -196,7 +196,11 @@ class StagedVector(Vector):
 
     def _send_back(self, values: Tensor) -> Event:
         home = self._home.take()
-        sent = self._runtime.copy_in(values, home) if self._pool.is_host else self._runtime.copy_out(values, home)
+        if self._pool.is_host:
+            sent = self._runtime.copy_in(values, home)
+        else:
+            sent = self._runtime.copy_out(values, home)
+            self._home.mark_written(sent)
         self._runtime.keep_until(sent, home)
         return sent
 

@@ -25,14 +25,16 @@ def wait_for_readers() -> None:
 
 
 class DeferredUpdate:
-    """The part of a step's update that runs when its result is needed.
+    """The part of a step's update that runs when its result is needed, or beside the next forward.
 
         host       backward | step | forward 0 | update 2 | forward 1 | update 3 | ...     queues work, and updates
         device     backward ..........| forward 0 ..........| forward 1 ..........| ...
+        update               [update 0] [update 1]                                         of the device
 
     Weights that are updated in host memory are next read when their unit is gathered. Until then the update may wait,
-    so that the device computes the units before it meanwhile. Everything else that reads or writes masters, states,
-    gradients or shards calls `finish` first, so no program sees the difference.
+    so that the device computes the units before it meanwhile. What the device updates is queued on a lane of its own.
+    Everything else that reads or writes masters, states, gradients or shards calls `finish` first, so no program sees
+    the difference.
     """
 
     def __init__(self) -> None:
@@ -42,20 +44,32 @@ class DeferredUpdate:
         self._join: Callable[[], None] = lambda: None
         self._is_running = False
         self._is_joined = True
+        self._holds = False
 
     @property
     def is_pending(self) -> bool:
         return bool(self._left)
 
-    def begin(self, updates: Iterator[int], buckets: Iterable[int], around: Context, join: Callable[[], None]) -> None:
+    def begin(
+        self,
+        updates: Iterator[int],
+        buckets: Iterable[int],
+        around: Context,
+        join: Callable[[], None],
+        *,
+        is_beside: bool = False,
+    ) -> None:
         """Defer `updates`, which yields each of `buckets` when its last sub-group has been updated.
 
         Args:
             around: context of every part of the update, which may be on another lane of the device.
             join: makes the calling lane wait for the parts so far.
+            is_beside: whether the device runs a part of it on another lane. Everything that it reads, which `updates`
+                holds, is kept until `finish`.
         """
         assert not self._left, "the previous update has been finished"
         self._updates, self._left, self._around, self._join = updates, set(buckets), around, join
+        self._is_joined, self._holds = not is_beside, is_beside
 
     def run_until(self, bucket: int) -> None:
         """Update everything up to this bucket, unless that is done. Called on the lane of the update."""
@@ -65,8 +79,11 @@ class DeferredUpdate:
         """Update everything that is left. The calling lane may read and write everything then."""
         self._run(lambda: bool(self._left))
         if not self._is_joined and not self._is_running:
-            self._join()
             self._is_joined = True
+            self._join()
+            if self._holds:
+                self._holds = False
+                next(self._updates, None)
 
     def _run(self, is_wanted: Callable[[], bool]) -> None:
         if self._is_running or not is_wanted():  # the update itself reads masters and states
@@ -76,7 +93,7 @@ class DeferredUpdate:
             with torch.inference_mode(False), torch.no_grad(), self._around():
                 while is_wanted():
                     self._left.discard(next(self._updates))
-                if not self._left:
+                if not self._left and not self._holds:
                     next(self._updates, None)  # what comes after the last bucket
         except BaseException:
             self._left.clear()  # nothing can continue it, as after an error in a step

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives
 from hf_zero.device.host_memory import host_empty
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import HOST, HOST_MEMORY, Memory
+from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Event, Memory
 from hf_zero.kernels.vectors import Rest
 
 
@@ -66,6 +66,14 @@ class Vector(ABC):
         """The first failed read or write; values are undefined since then."""
         return None
 
+    @property
+    def written(self) -> Event:
+        """When the last copy from the device has written values in host memory. A copy to the device waits for it."""
+        return DONE
+
+    def mark_written(self, event: Event) -> None:  # noqa: B027
+        """Set `written`. The host has already waited for it if the values are in files."""
+
     @abstractmethod
     def fetch(self, *, reads: bool = True) -> None:
         """Start copying the values. Without `reads` their content is not needed, because all will be overwritten."""
@@ -109,14 +117,28 @@ class Vector(ABC):
                 self.flush()
 
 
+class _Writes:
+    """Copies from the device into a vector and its intervals. They are in order, so the last one covers all."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Event = DONE
+
+
 class InMemoryVector(Vector):
     """A tensor that is already in the memory of use."""
 
-    def __init__(self, tensor: Tensor, memory: Memory | None = None) -> None:
-        """`memory`: the tensor's memory; None: its device's."""
+    def __init__(self, tensor: Tensor, memory: Memory | None = None, whole: InMemoryVector | None = None) -> None:
+        """
+        Args:
+            memory: the tensor's memory; None: its device's.
+            whole: the vector of which this is an interval.
+        """
         super().__init__(tensor.numel(), tensor.dtype)
         self._tensor = tensor
         self._memory = runtime_of(tensor.device).own if memory is None else memory
+        self._writes = _Writes() if whole is None else whole._writes
 
     @property
     def tensor(self) -> Tensor:
@@ -125,6 +147,13 @@ class InMemoryVector(Vector):
     @property
     def memory(self) -> Memory:
         return self._memory
+
+    @property
+    def written(self) -> Event:
+        return self._writes.last
+
+    def mark_written(self, event: Event) -> None:
+        self._writes.last = event
 
     def fetch(self, *, reads: bool = True) -> None:
         return None
@@ -161,6 +190,13 @@ class WrappedVector(Vector):
     @property
     def failure(self) -> StorageError | None:
         return self.stored.failure
+
+    @property
+    def written(self) -> Event:
+        return self.stored.written
+
+    def mark_written(self, event: Event) -> None:
+        self.stored.mark_written(event)
 
     def join(self) -> None:
         self.stored.join()
@@ -208,7 +244,10 @@ class Part(WrappedVector):
 def part_of(whole: Vector, start: int, numel: int) -> Vector:
     """The interval of `whole`; a plain view if that is in memory."""
     tensor = whole.tensor
-    return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel), whole.memory)
+    if tensor is None:
+        return Part(whole, start, numel)
+    in_memory = whole if isinstance(whole, InMemoryVector) else None
+    return InMemoryVector(tensor.narrow(0, start, numel), whole.memory, in_memory)
 
 
 def at_hand_or_absent(vector: Vector) -> Tensor:

@@ -15,6 +15,7 @@ from hf_zero.comm import GatherBuffers, LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, RowLayout, lay_rows, stay_gathered
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, StoredSubGroup, sub_group
@@ -435,26 +436,43 @@ class ShardedParameters(ParameterStore):
         return self._order.first_use.get(self._in_reduce_order[bucket][0], -1)
 
     def may_defer(self, bucket: int) -> bool:
-        unit, part = self._in_reduce_order[bucket]
-        weights = (each.stored.lp_param for each in self.buckets[bucket].sub_groups if each.stored is not None)
-        # Persistent ones are read without a gather, and with hpZ other ranks keep the same rows. Weights that leave the
-        # device, which updates them, do so beside the next forward anyway.
-        is_read_otherwise = unit.is_persistent or unit not in self._order.first_use or part.rows.count > 1
-        return not is_read_otherwise and not any(each is not None and each.leaves_late for each in weights)
+        return self._is_read_by_gathers(bucket) and not self._leave_late(bucket)
 
-    def defer(self, updates: Iterator[int], buckets: Collection[int], around: Context) -> None:
-        rows = self.coordinator.prefetcher.rows
+    def may_update_beside(self, bucket: int) -> bool:
+        _, part = self._in_reduce_order[bucket]
+        return self._is_read_by_gathers(bucket) and self._leave_late(bucket) and part.is_in_memory
+
+    def _is_read_by_gathers(self, bucket: int) -> bool:
+        """Whether only gathers read the weights. Persistent ones are read without a gather, and with hpZ other ranks
+        keep the same rows."""
+        unit, part = self._in_reduce_order[bucket]
+        return not unit.is_persistent and unit in self._order.first_use and part.rows.count == 1
+
+    def _leave_late(self, bucket: int) -> bool:
+        """Whether the device updates weights that are stored on the host."""
+        stored = (each.stored for each in self.buckets[bucket].sub_groups)
+        return any(each is not None and each.lp_param is not None and each.lp_param.leaves_late for each in stored)
+
+    def defer(
+        self, updates: Iterator[int], buckets: Collection[int], around: Context, beside: Event | None = None
+    ) -> None:
+        rows, runtime = self.coordinator.prefetcher.rows, runtime_of(self.device)
 
         @contextmanager
-        def beside() -> Iterator[None]:
+        def writing_beside() -> Iterator[None]:
             with rows.writing_beside(), around():
                 yield
 
-        self.deferred.begin(updates, buckets, beside, rows.join)
+        def join() -> None:
+            rows.join()
+            if beside is not None:
+                runtime.wait(beside)
+
+        self.deferred.begin(updates, buckets, writing_beside, join, is_beside=beside is not None)
         for bucket, (unit, part) in enumerate(self._in_reduce_order):
             if bucket in buckets:
                 part.own.update = partial(self.deferred.run_until, bucket)
-            elif not unit.is_persistent:
+            elif not unit.is_persistent and not part.is_in_memory:
                 part.own.update = partial(self._flush_weights, bucket)
 
     def gather_beside_update(self, to_update: Set[int]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, SubGroup, wait_for_readers
@@ -232,8 +233,19 @@ class ParameterStore(ABC):
         """Whether the update of a bucket may be deferred (`defer`) until its weights are read. Equal on all ranks."""
         return False
 
-    def defer(self, updates: Iterator[int], buckets: Collection[int], around: Context) -> None:
-        """Run the rest of an update up to one of these buckets when its weights are gathered; see `DeferredUpdate`."""
+    def may_update_beside(self, bucket: int) -> bool:
+        """Whether the device may update a bucket beside the next forward, which reads its weights through host memory.
+        Equal on all ranks."""
+        return False
+
+    def defer(
+        self, updates: Iterator[int], buckets: Collection[int], around: Context, beside: Event | None = None
+    ) -> None:
+        """Run the rest of an update up to one of these buckets when its weights are gathered; see `DeferredUpdate`.
+
+        Args:
+            beside: when the update lane has ended its part; None: it has none.
+        """
         raise NotImplementedError
 
     def gather_beside_update(self, to_update: Set[int]) -> None:

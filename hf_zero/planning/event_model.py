@@ -8,11 +8,13 @@
     disk      weights 3 | weights 4 | ...                     states n | states n-1 | ...
     exchange           activations 1 | activations 2 | ...
     messages                         end of forward |                end of backward | update
+    update                                                                           update 1 | update 2 | ...
 
 Each lane runs its tasks in the order of submission; a task starts when its lane is free and its inputs are
 ready. The rules are those of docs/architecture.md: at stage 3 the engine's gather plan decides which units are
 prefetched and which stay gathered, copies from host memory are one unit ahead of that, gradients are copied after
-their unit, and a sub-group's weights are copied back while the next one is updated. Hosts synchronize at the end of a
+their unit, and a sub-group's weights are copied back while the next one is updated. What the device updates while its
+weights are stored on the host is updated beside the next forward. Hosts synchronize at the end of a
 pass and before weights change. With tensor, sequence or expert parallelism, ranks exchange activations in every unit
 and wait for them.
 """
@@ -37,6 +39,7 @@ LANES = {
     "disk": "the drive",
     "exchange": "activations between ranks",
     "messages": "messages between ranks",
+    "update": "updates beside forward",
 }
 """Lane -> its work, for tables."""
 
@@ -135,6 +138,12 @@ class Setup:
         gathers = self.offload_parameters or ranks > 1
         return self.overlaps_step and self.stage == 3 and self.offload_optimizer and not self.streams and gathers
 
+    @property
+    def updates_beside(self) -> bool:
+        """Whether the device updates, on a lane of its own, weights that are stored on the host."""
+        in_memory = self.offload_parameters and not self.disk_parameters
+        return self.overlaps_step and self.stage == 3 and in_memory and not self.streams and self.second_shard == 1
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedOperation:
@@ -159,10 +168,11 @@ class Step:
     def do(self, lane: str, what: str, seconds: float, *after: float) -> float:
         """Submit a task; returns its end time."""
         resource = "collectives" if lane == "in" and self.has_one_link else lane
+        if not seconds:  # there is nothing to do, and so nothing that others wait behind
+            return max(*after, 0.0) if after else 0.0
         start = max(self._free[resource], *after, 0.0)
         self._free[resource] = start + seconds
-        if seconds:
-            self.pieces.append(PlannedOperation(lane, what, start, start + seconds))
+        self.pieces.append(PlannedOperation(lane, what, start, start + seconds))
         return start + seconds
 
     @property
@@ -197,6 +207,7 @@ class _Seconds:
     reduce: float
     bring: float
     take: float
+    leave: float  # updated weights to the host
     host_update: float
     update: float
     gather_updated: float
@@ -257,6 +268,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         reduce=reduce * setup.trained,
         bring=2 * owned / machine.host_link if setup.offload_parameters else 0.0,
         take=2 * away * updated / machine.host_link,
+        leave=2 * updated / machine.host_link,
         host_update=update_bytes * away * updated / machine.host_memory,
         update=UPDATE_BYTES * (1 - away) * updated / machine.memory,
         gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
@@ -290,6 +302,7 @@ class _Passes:
         self._queue = machine.queue
         self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
         self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
+        self._written: dict[int, float] = {}  # unit -> when the device's update has written its weights to the host
         self._to_update: dict[int, float] = {}  # unit -> seconds of its deferred update
         self._gathered: dict[int, float] = {}  # unit -> when its updated weights are there
         self._updated = 0.0  # when the host, which queues all work, has ended its last update
@@ -316,6 +329,12 @@ class _Passes:
             if not self._setup.offload_parameters:
                 ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
         return ready
+
+    def update_beside(self, units: Iterable[int], update: float, leave: float) -> None:
+        """Begin with units that the device updates beside this forward, and whose weights leave for the host."""
+        for unit in units:
+            updated = self._step.do("update", f"update {unit}", update)
+            self._written[unit] = self._step.do("out", f"updated weights {unit}", leave, updated)
 
     def begin_beside(self, gathered: Mapping[int, float]) -> None:
         """Begin when updated weights are still being gathered: each unit is used when its gather has ended."""
@@ -358,14 +377,15 @@ class _Passes:
         ahead, live = len(self._ahead) * self._numel, len(self._whole) * self._numel
         return self._plan.has_room_for(self._numel, ahead_numel=ahead, live_numel=live)
 
-    def _fetch(self, unit: int) -> None:
+    def _fetch(self, unit: int, updated: float = 0.0) -> None:
         if unit not in self._fetched and unit not in self._to_update:
-            read = self._step.do("disk", f"weights {unit}", self._one.read, self.now)
-            self._fetched[unit] = self._step.do("in", f"weights {unit}", self._one.bring, self.now, read)
+            read = self._step.do("disk", f"weights {unit}", self._one.read, self.now, updated)
+            written = self._written.pop(unit, 0.0)
+            self._fetched[unit] = self._step.do("in", f"weights {unit}", self._one.bring, read, written)
 
     def _ask_for(self, unit: int) -> None:
         updated = self._update(unit)
-        self._fetch(unit)
+        self._fetch(unit, updated)
         self._fetched[unit] = max(self._fetched[unit], updated)
         if self._agreement == "messages":
             self._ahead[unit] = self._tell(f"gather {unit}")
@@ -390,14 +410,18 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     step, one, units = Step(machine.has_one_link), _seconds(machine, shape, setup), range(shape.units)
     passes = _Passes(step, one, machine, shape, setup)
     lane = machine.gpus // setup.tensor
-    deferred: list[int] = []
+    later: list[int] = []  # units whose updates do not run at the end of the step
     update = one
+    # The first units stay on the device.
+    near = round(shape.units * (1 - setup.offload_ratio)) if setup.offload_optimizer else shape.units
     if setup.defers(min(setup.shard or lane, lane)):
-        near = round(shape.units * (1 - setup.offload_ratio))  # the first units stay on the device
-        deferred = [unit for unit in units[near:] if unit not in passes.beside_update]
-        passes.defer(deferred, one.host_update * shape.units / max(1, shape.units - near))
+        later = [unit for unit in units[near:] if unit not in passes.beside_update]
+        passes.defer(later, one.host_update * shape.units / max(1, shape.units - near))
         if near:
             update = replace(one, host_update=0.0, update=one.update * shape.units / near)
+    if setup.updates_beside:
+        later += units[:near]
+        passes.update_beside(units[:near], update.update, one.leave)
     begins_with_update = setup.stage in (1, 2) and setup.clips  # stages 1 and 2 gather beside the next forward
     if begins_with_update:
         passes.begin_beside(_update(step, update, setup, [(unit, 0.0) for unit in units], [], 0.0))
@@ -413,7 +437,7 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         return step
     passes.meet("update", arrived[-1][1])
     met = passes.now if machine.host_waits else 0.0
-    _update(step, update, setup, [each for each in arrived if each[0] not in deferred], passes.beside_update, met)
+    _update(step, update, setup, [each for each in arrived if each[0] not in later], passes.beside_update, met)
     return step
 
 

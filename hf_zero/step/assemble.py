@@ -351,7 +351,7 @@ def assemble(
         streamed=streamed,
         auto_ratio=_auto_ratio(store, reducer, updater, placements, plan),
     )
-    if step.defers:
+    if step.ends_later:
         updater.stager.finish_update = placements.deferred.finish
         guard_masters(optimizer, placements.deferred.finish)
     kind = optimizer_class(sharding.stage, store.parameters[0].dtype if store.parameters else torch.float32)

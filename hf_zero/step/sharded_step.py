@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives, ParallelGroups, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import DONE
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
@@ -260,6 +261,7 @@ class ShardedStep:
         outcome: of the last step, None before the first; the host may not have read it yet.
         auto_ratio: what has chosen `offload_optimizer.ratio`, or will; None: a number.
         defers: whether updates may be deferred, see `DeferredUpdate`.
+        ends_later: whether a part of an update may end after the step, deferred or on the update lane.
     """
 
     def __init__(
@@ -290,9 +292,11 @@ class ShardedStep:
         self._collectives = groups.world
         self._rules = rules
         self._placements = placements
+        self._runtime = runtime_of(placements.device)
         self._runs_ahead = runs_ahead and rules.loss_scale is None
-        self.defers = defers and updater.may_defer and streamed is None
+        self._overlaps = defers and updater.may_defer and streamed is None
         self.defers = bool(self._deferrable())
+        self.ends_later = self.defers or bool(self._beside())
         self._agreement = Agreement(store, reducer, sharding, groups, placements)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
@@ -394,17 +398,19 @@ class ShardedStep:
     def _update(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update and gather bucket by bucket, except what is deferred."""
         first = self._store.updated_first()
-        may_wait = self._deferrable().difference(first)
-        gradients = self._gradients(used, outcome, self._turns(first, may_wait))
+        may_wait, beside = self._deferrable().difference(first), self._beside()
+        gradients = self._gradients(used, outcome, self._turns(first, beside, may_wait))
         left = dict.fromkeys(sub_group.bucket for sub_group in gradients.wanted)
         deferred = [bucket for bucket in left if bucket in may_wait]
+        now = [bucket for bucket in left if bucket not in may_wait]
+        is_beside = not beside.isdisjoint(now)
         # This call reads what a program may change before the rest of the update runs, such as learning rates.
         updates = self._updates(self._updater.step(gradients), gradients.wanted)
         gathered = Pending()
         if READERS:
             wait_for_readers()
         with self._updating():
-            for bucket in islice(updates, len(left) - len(deferred)) if deferred else updates:
+            for bucket in self._in_turn(updates, now, beside) if deferred or is_beside else updates:
                 del left[bucket]
                 gathered.wait()
                 gathered = self._store.all_gather_params(bucket)
@@ -413,9 +419,22 @@ class ShardedStep:
                     self._store.gather_beside_update(left.keys())
             gathered.wait()
             self._placements.check(self._collectives)
-        if deferred:
-            self._store.defer(updates, deferred, self._updating)
+        if deferred or is_beside:
+            with self._runtime.update_lane(DONE):
+                ended = self._runtime.record() if is_beside else None
+            self._store.defer(updates, deferred, self._updating, ended)
         self._store.outdate(used)
+
+    def _in_turn(self, updates: Iterator[int], buckets: Sequence[int], beside: Set[int]) -> Iterator[int]:
+        """Update these buckets, which are the next ones of `updates`; those of `beside` on the update lane."""
+        for bucket in buckets:
+            if bucket not in beside:
+                next(updates)
+            else:
+                with self._runtime.update_lane():
+                    next(updates)
+                    self._reducer.buckets[bucket].reduced.keep_until(self._runtime.record())
+            yield bucket
 
     def _updates(self, updated: Iterator[SubGroup], wanted: Sequence[SubGroup]) -> Iterator[int]:
         """Run an update; yields each bucket when the last of its sub-groups is done."""
@@ -436,17 +455,24 @@ class ShardedStep:
     def _deferrable(self) -> set[int]:
         """Buckets whose update may run beside the next forward. Only what is updated in or through host memory does:
         the device's own update needs what forward needs, too."""
-        if not self.defers:
+        if not self._overlaps:
             return set()
         far = (index for index, each in enumerate(self._store.buckets) if each.placement.departures is not None)
         return set(filter(self._store.may_defer, far))
 
-    def _turns(self, first: Sequence[int], may_wait: Set[int]) -> list[tuple[int, int]]:
+    def _beside(self) -> set[int]:
+        """Buckets that the device updates beside the next forward, which reads their weights through host memory."""
+        if not self._overlaps:
+            return set()
+        return set(filter(self._store.may_update_beside, range(len(self._store.buckets))))
+
+    def _turns(self, first: Sequence[int], beside: Set[int], may_wait: Set[int]) -> list[tuple[int, int]]:
         """When each bucket is updated: those of `first`, which the next forward needs first, so that stage 3 gathers
-        them during the other updates; then all others, and what may wait, in the order of its use."""
-        in_order = self.defers or self._store.gathers_beside_forward
+        them during the other updates; then those that it waits for, those on the update lane, and what may wait, in
+        the order of its use."""
+        in_order = self.ends_later or self._store.gathers_beside_forward
         turns = [
-            (1 + (index in may_wait), self._store.next_use(index) if in_order else 0)
+            (1 + (index in beside) + 2 * (index in may_wait), self._store.next_use(index) if in_order else 0)
             for index in range(len(self._store.buckets))
         ]
         for turn, index in enumerate(first):

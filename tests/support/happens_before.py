@@ -285,13 +285,18 @@ class GraphDevice(Runtime):
         return values.detach().clone(), self.record()
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        if after is None and self._graph.here != Lane.GATHER.value:
+        return self._on(Lane.GATHER.value, after)
+
+    def update_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return self._on(Lane.UPDATE.value, after)
+
+    def _on(self, lane: str, after: Event | None) -> AbstractContextManager[None]:
+        if after is None and self._graph.here != lane:
             after = self.record()
-        lane = self._graph.on(Lane.GATHER.value)
         if isinstance(after, Node):
-            with self._graph.on(Lane.GATHER.value):
+            with self._graph.on(lane):
                 self._graph.wait(after)
-        return lane
+        return self._graph.on(lane)
 
     def here(self) -> AbstractContextManager[None]:
         return self._graph.on(self._graph.here)

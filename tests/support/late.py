@@ -70,12 +70,14 @@ class LateError(AssertionError):
 
 
 # The names of lanes: members of an Enum are hashed in Python, and clocks are read a million times.
-COMPUTE, GATHER, IN, OUT = (lane.value for lane in (Lane.COMPUTE, Lane.GATHER, Lane.IN, Lane.OUT))
+LANES = COMPUTE, GATHER, IN, OUT, UPDATE = tuple(
+    lane.value for lane in (Lane.COMPUTE, Lane.GATHER, Lane.IN, Lane.OUT, Lane.UPDATE)
+)
 Clock = dict[str, int]
 
 
 def _new_clock() -> Clock:
-    return dict.fromkeys((COMPUTE, GATHER, IN, OUT), 0)
+    return dict.fromkeys(LANES, 0)
 
 
 class LateEvent(Event):
@@ -168,7 +170,7 @@ class Late(Runtime):
         self.runs_ahead = True
         self._early = early
         self._random = random.Random(seed)
-        self._clocks = {lane: _new_clock() for lane in (COMPUTE, GATHER, IN, OUT)}
+        self._clocks = {lane: _new_clock() for lane in LANES}
         self._here = COMPUTE  # the lane for which `record` and `wait` are called
         self._rows: dict[tuple[int, int], _Row] = {}  # rows that were gathered, by address and length
         self._host = _new_clock()
@@ -221,21 +223,33 @@ class Late(Runtime):
         super().copy_beside(pairs, after)
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        clock = self._clocks[GATHER]
-        if after is None and self._here != GATHER:
+        return self._on(GATHER, after, _site())
+
+    def update_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return self._on(UPDATE, after, _site())
+
+    def _on(self, lane: str, after: Event | None, site: str) -> AbstractContextManager[None]:
+        clock = self._clocks[lane]
+        if after is None and self._here != lane:
             after = self.record()
-        if isinstance(after, LateEvent) and not self.skips(f"{_site()} after"):
+        if isinstance(after, LateEvent) and not self.skips(f"{site} after"):
             _learn(clock, after.clock)
         _learn(clock, self._host)
-        return self._on_gather_lane()
+        return self._current(lane)
 
     @contextmanager
-    def _on_gather_lane(self) -> Iterator[None]:
-        before, self._here = self._here, GATHER
+    def _current(self, lane: str) -> Iterator[None]:
+        if lane == UPDATE:
+            self._look()  # what has changed so far is another lane's work
+        before, self._here = self._here, lane
         self._catch_up()
         try:
             yield
         finally:
+            if lane == UPDATE:
+                self._look()
+                for copy in self._copies:
+                    copy.before = copy.source.clone()
             self._here = before
 
     def gather(self, row: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -377,7 +391,8 @@ class Late(Runtime):
     def _is_source_free(self, copy: _Copy) -> bool:
         """Whether the side that reuses the memory knows that the copy is done; it knows what the host knows when it
         requests something."""
-        return copy.is_known(self._host) or (copy.lane != IN and copy.is_known(self._clocks[COMPUTE]))
+        lane = UPDATE if self._here == UPDATE else COMPUTE
+        return copy.is_known(self._host) or (copy.lane != IN and copy.is_known(self._clocks[lane]))
 
     def _carry_out(self, copy: _Copy) -> None:
         if copy.is_done:

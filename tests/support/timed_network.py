@@ -6,12 +6,13 @@
         world.device.pieces                                    # what ran when
 
 Nothing actually waits: every lane has a clock. A piece of work begins when its lane is free, its dependencies are done
-and the host has requested it; collectives also wait for the link, which all of them share. Only one rank exists, and
-the others are assumed to do the same.
+and the host has requested it; collectives also wait for the link, which all of them share. What the host itself computes
+takes its time (`on_host`). Only one rank exists, and the others are assumed to do the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,10 +42,12 @@ class Link:
     Attributes:
         bytes_per_s: the total rate at which a rank receives.
         latency_s: latency of a small message between hosts.
+        host_bytes_per_s: the rate of copies between the device and host memory, in each direction.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
+    host_bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ class TimedDevice(Runtime):
     def compute(self, what: str, seconds: float) -> None:
         self._do(self._here, what, seconds)
 
+    def on_host(self, what: str, seconds: float) -> None:
+        self.pieces.append(Piece("host", what, self.host, self.host + seconds))
+        self.host += seconds
+
     def travel(self, lane: str, what: str, size: int) -> Event:
         """A collective that transfers `size` bytes."""
         self._free[lane] = max(self._free[lane], self._link_is_free)
@@ -103,19 +110,40 @@ class TimedDevice(Runtime):
 
     # `Runtime`
 
+    def copy_in(
+        self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
+    ) -> Event:
+        self._wait(Lane.IN.value, self.record() if after is None else after)
+        self._wait(Lane.IN.value, written)
+        return self._copy(Lane.IN.value, home, buffer)
+
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
+        self._wait(Lane.OUT.value, self.record())
+        return self._copy(Lane.OUT.value, buffer, home)
+
+    def _copy(self, lane: str, source: Tensor, target: Tensor) -> Event:
+        target.copy_(source)
+        return _Moment(self._do(lane, f"{source.numel()}", num_bytes(source) / self.link.host_bytes_per_s))
+
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return self._on(Lane.GATHER.value, after)
+
+    def update_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return self._on(Lane.UPDATE.value, after)
+
+    def _on(self, lane: str, after: Event | None) -> AbstractContextManager[None]:
+        if after is None and self._here != lane:
+            after = self.record()
+        self._wait(lane, after)
+        return self._current(lane)
+
     @contextmanager
-    def _on_gather_lane(self) -> Iterator[None]:
-        before, self._here = self._here, Lane.GATHER.value
+    def _current(self, lane: str) -> Iterator[None]:
+        before, self._here = self._here, lane
         try:
             yield
         finally:
             self._here = before
-
-    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        if after is None and self._here != Lane.GATHER.value:
-            after = self.record()
-        self._wait(Lane.GATHER.value, after)
-        return self._on_gather_lane()
 
     def record(self, *read: Tensor) -> Event:
         return _Moment(max(self._free[self._here], self.host))
