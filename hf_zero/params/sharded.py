@@ -15,7 +15,7 @@ from hf_zero.comm import GatherBuffers, LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import Event
+from hf_zero.device.runtime import DONE
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, RowLayout, lay_rows, stay_gathered
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, StoredSubGroup, sub_group
@@ -436,11 +436,11 @@ class ShardedParameters(ParameterStore):
         return self._order.first_use.get(self._in_reduce_order[bucket][0], -1)
 
     def may_defer(self, bucket: int) -> bool:
-        return self._is_read_by_gathers(bucket) and not self._leave_late(bucket)
+        # Weights that the device updates reach files beside the next forward anyway.
+        return self._is_read_by_gathers(bucket) and (self._is_in_memory(bucket) or not self._leave_late(bucket))
 
     def may_update_beside(self, bucket: int) -> bool:
-        _, part = self._in_reduce_order[bucket]
-        return self._is_read_by_gathers(bucket) and self._leave_late(bucket) and part.is_in_memory
+        return self._is_read_by_gathers(bucket) and self._is_in_memory(bucket) and self._leave_late(bucket)
 
     def _is_read_by_gathers(self, bucket: int) -> bool:
         """Whether only gathers read the weights. Persistent ones are read without a gather, and with hpZ other ranks
@@ -448,31 +448,37 @@ class ShardedParameters(ParameterStore):
         unit, part = self._in_reduce_order[bucket]
         return not unit.is_persistent and unit in self._order.first_use and part.rows.count == 1
 
+    def _is_in_memory(self, bucket: int) -> bool:
+        return self._in_reduce_order[bucket][1].stored.tensor is not None
+
     def _leave_late(self, bucket: int) -> bool:
         """Whether the device updates weights that are stored on the host."""
         stored = (each.stored for each in self.buckets[bucket].sub_groups)
         return any(each is not None and each.lp_param is not None and each.lp_param.leaves_late for each in stored)
 
     def defer(
-        self, updates: Iterator[int], buckets: Collection[int], around: Context, beside: Event | None = None
+        self, updates: Iterator[int], buckets: Collection[int], around: Context, *, on_update_lane: bool = False
     ) -> None:
         rows, runtime = self.coordinator.prefetcher.rows, runtime_of(self.device)
+        begun = runtime.record()
 
         @contextmanager
-        def writing_beside() -> Iterator[None]:
-            with rows.writing_beside(), around():
+        def beside() -> Iterator[None]:
+            with runtime.update_lane(begun) if on_update_lane else rows.writing_beside(), around():
                 yield
 
         def join() -> None:
             rows.join()
-            if beside is not None:
-                runtime.wait(beside)
+            if on_update_lane:
+                with runtime.update_lane(DONE):
+                    ended = runtime.record()
+                runtime.wait(ended)
 
-        self.deferred.begin(updates, buckets, writing_beside, join, is_beside=beside is not None)
+        self.deferred.begin(updates, buckets, beside, join, is_beside=on_update_lane)
         for bucket, (unit, part) in enumerate(self._in_reduce_order):
             if bucket in buckets:
                 part.own.update = partial(self.deferred.run_until, bucket)
-            elif not unit.is_persistent and not part.is_in_memory:
+            elif not unit.is_persistent and not self._is_in_memory(bucket):
                 part.own.update = partial(self._flush_weights, bucket)
 
     def gather_beside_update(self, to_update: Set[int]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import Event
 from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, SubGroup, wait_for_readers
@@ -234,17 +233,17 @@ class ParameterStore(ABC):
         return False
 
     def may_update_beside(self, bucket: int) -> bool:
-        """Whether the device may update a bucket beside the next forward, which reads its weights through host memory.
-        Equal on all ranks."""
+        """Whether the device may update a bucket on the update lane, beside the next forward, which reads its weights
+        through host memory. Equal on all ranks."""
         return False
 
     def defer(
-        self, updates: Iterator[int], buckets: Collection[int], around: Context, beside: Event | None = None
+        self, updates: Iterator[int], buckets: Collection[int], around: Context, *, on_update_lane: bool = False
     ) -> None:
         """Run the rest of an update up to one of these buckets when its weights are gathered; see `DeferredUpdate`.
 
         Args:
-            beside: when the update lane has ended its part; None: it has none.
+            on_update_lane: whether that lane runs any part of the update, and so all of the rest.
         """
         raise NotImplementedError
 

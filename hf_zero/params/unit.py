@@ -219,11 +219,6 @@ class UnitPart:
         )
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether rows are stored in memory, of the device or the host."""
-        return self.stored.tensor is not None
-
-    @property
     def is_direct(self) -> bool:
         """Whether gathers write chunks directly."""
         return bool(self.whole.sizes)

@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_zero.comm import Collectives, ParallelGroups, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import DONE
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
@@ -296,7 +295,7 @@ class ShardedStep:
         self._runs_ahead = runs_ahead and rules.loss_scale is None
         self._overlaps = defers and updater.may_defer and streamed is None
         self.defers = bool(self._deferrable())
-        self.ends_later = self.defers or bool(self._beside())
+        self.ends_later = self.defers or bool(self._on_update_lane())
         self._agreement = Agreement(store, reducer, sharding, groups, placements)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
@@ -398,19 +397,21 @@ class ShardedStep:
     def _update(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update and gather bucket by bucket, except what is deferred."""
         first = self._store.updated_first()
-        may_wait, beside = self._deferrable().difference(first), self._beside()
+        may_wait = self._deferrable().difference(first)
+        on_lane = self._on_update_lane()
+        beside = on_lane - may_wait
         gradients = self._gradients(used, outcome, self._turns(first, beside, may_wait))
         left = dict.fromkeys(sub_group.bucket for sub_group in gradients.wanted)
         deferred = [bucket for bucket in left if bucket in may_wait]
         now = [bucket for bucket in left if bucket not in may_wait]
-        is_beside = not beside.isdisjoint(now)
+        uses_lane = not on_lane.isdisjoint(left)
         # This call reads what a program may change before the rest of the update runs, such as learning rates.
         updates = self._updates(self._updater.step(gradients), gradients.wanted)
         gathered = Pending()
         if READERS:
             wait_for_readers()
         with self._updating():
-            for bucket in self._in_turn(updates, now, beside) if deferred or is_beside else updates:
+            for bucket in self._in_turn(updates, now, beside) if deferred or uses_lane else updates:
                 del left[bucket]
                 gathered.wait()
                 gathered = self._store.all_gather_params(bucket)
@@ -419,10 +420,8 @@ class ShardedStep:
                     self._store.gather_beside_update(left.keys())
             gathered.wait()
             self._placements.check(self._collectives)
-        if deferred or is_beside:
-            with self._runtime.update_lane(DONE):
-                ended = self._runtime.record() if is_beside else None
-            self._store.defer(updates, deferred, self._updating, ended)
+        if deferred or uses_lane:
+            self._store.defer(updates, deferred, self._updating, on_update_lane=uses_lane)
         self._store.outdate(used)
 
     def _in_turn(self, updates: Iterator[int], buckets: Sequence[int], beside: Set[int]) -> Iterator[int]:
@@ -460,8 +459,9 @@ class ShardedStep:
         far = (index for index, each in enumerate(self._store.buckets) if each.placement.departures is not None)
         return set(filter(self._store.may_defer, far))
 
-    def _beside(self) -> set[int]:
-        """Buckets that the device updates beside the next forward, which reads their weights through host memory."""
+    def _on_update_lane(self) -> set[int]:
+        """Buckets that the device updates beside the next forward, which reads their weights through host memory. Those
+        that stream through it may also wait until then, so that their copies do not delay those of the first weights."""
         if not self._overlaps:
             return set()
         return set(filter(self._store.may_update_beside, range(len(self._store.buckets))))
