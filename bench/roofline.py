@@ -34,8 +34,8 @@ MACHINES = (
 )
 SHAPES = (Shape("1.5B", 1.5e9, 28), Shape("8B", 8e9, 32), Shape("32B", 32e9, 64))
 TOKENS = {"1 x 4090, PCIe 4": 8192}
-# No case here uses drives, tensor or sequence parallelism, or several hosts.
-COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange", "messages"))
+# No case here uses drives, tensor or sequence parallelism, or several hosts; updates beside forward take less than 5%.
+COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange", "messages", "update"))
 STATES_AND_GRADIENTS = 14  # bytes per parameter: masters 4, moments 8, gradients 2
 FILLED = 0.85  # share of device memory for model states; the rest is for activations
 

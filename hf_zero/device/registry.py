@@ -1,8 +1,8 @@
 """The runtime of each device, one per device and process, and reading numbers that a device has computed.
 
-`Accelerator` has a stream for gathers, one for updates and one per direction of transfer, and events between them. It uses
-`torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share. Queries that only some of
-them support (free memory, page-locking) use the device's own module.
+`Accelerator` has a stream for gathers, one for updates beside forward, one per direction of transfer, and events
+between them. It uses `torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share.
+Queries that only some of them support (free memory, page-locking) use the device's own module.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class InMemoryVector(Vector):
         super().__init__(tensor.numel(), tensor.dtype)
         self._tensor = tensor
         self._memory = runtime_of(tensor.device).own if memory is None else memory
-        self._writes = _Writes() if whole is None else whole._writes
+        self._writes: _Writes = _Writes() if whole is None else whole._writes
 
     @property
     def tensor(self) -> Tensor:

@@ -175,6 +175,10 @@ class Step:
         self.pieces.append(PlannedOperation(lane, what, start, start + seconds))
         return start + seconds
 
+    def end_of(self, lane: str) -> float:
+        """When the lane has run its tasks so far."""
+        return self._free[lane]
+
     @property
     def seconds(self) -> float:
         return max(piece.end for piece in self.pieces)
@@ -337,8 +341,10 @@ class _Passes:
             self._written[unit] = self._step.do("out", f"updated weights {unit}", leave, updated)
 
     def begin_beside(self, gathered: Mapping[int, float]) -> None:
-        """Begin when updated weights are still being gathered: each unit is used when its gather has ended."""
+        """Begin when updated weights are still being gathered: each unit is used when its gather has ended, and after
+        all updates on the host, which queues the forward after them."""
         self._gathered = dict(gathered)
+        self._updated = self._step.end_of("host")
 
     def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
         """Run one pass; yields each unit and the end of its use."""

@@ -461,7 +461,7 @@ class ShardedStep:
 
     def _on_update_lane(self) -> set[int]:
         """Buckets that the device updates beside the next forward, which reads their weights through host memory. Those
-        that stream through it may also wait until then, so that their copies do not delay those of the first weights."""
+        whose states stream through it are also deferred, so that these copies come after those of earlier weights."""
         if not self._overlaps:
             return set()
         return set(filter(self._store.may_update_beside, range(len(self._store.buckets))))

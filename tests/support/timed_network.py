@@ -6,8 +6,8 @@
         world.device.pieces                                    # what ran when
 
 Nothing actually waits: every lane has a clock. A piece of work begins when its lane is free, its dependencies are done
-and the host has requested it; collectives also wait for the link, which all of them share. What the host itself computes
-takes its time (`on_host`). Only one rank exists, and the others are assumed to do the same.
+and the host has requested it; collectives also wait for the link, which all of them share. What the host itself
+computes takes its time (`on_host`). Only one rank exists, and the others are assumed to do the same.
 """
 
 from __future__ import annotations
