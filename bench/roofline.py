@@ -70,7 +70,10 @@ def setups(machine: Machine, shape: Shape) -> Iterator[Setup]:
     both = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=tokens)
     yield both
     if fits(machine, shape, both):
-        yield with_auto_ratio(machine, shape, both)
+        auto = with_auto_ratio(machine, shape, both)
+        yield auto
+        if auto.offload_ratio:
+            yield replace(auto, update="both")
 
 
 def with_auto_ratio(machine: Machine, shape: Shape, setup: Setup) -> Setup:
@@ -84,7 +87,8 @@ def stage_of(setup: Setup) -> str:
     part = "optimizer" if setup.offload_ratio == 1 else f"{setup.offload_ratio:.0%} of the optimizer"
     has_states = setup.offload_optimizer and setup.offload_ratio > 0
     away = [part] * has_states + ["parameters"] * setup.offload_parameters
-    return f"{setup.stage}" + (f", {' and '.join(away)} on the host" if away else "")
+    by = ", updated by both" if setup.update == "both" else ""
+    return f"{setup.stage}" + (f", {' and '.join(away)} on the host" if away else "") + by
 
 
 def over_slowest(step: Step) -> float:
@@ -157,7 +161,8 @@ def offloaded() -> Iterator[tuple[Machine, Shape, Setup]]:
     """Every case of the tables with all updates on the host."""
     for machine, shape in product(MACHINES, SHAPES):
         for setup in setups(machine, shape):
-            if setup.offload_optimizer and setup.offload_ratio == 1 and fits(machine, shape, setup):
+            is_plain = setup.offload_ratio == 1 and setup.update == "cpu"
+            if setup.offload_optimizer and is_plain and fits(machine, shape, setup):
                 yield machine, shape, setup
 
 
@@ -201,8 +206,9 @@ copies to the host ("out") and the host's own work each have a column with their
 same time, so a step takes at least as long as the longest of them ("bound by"). "step" is what hf_zero's order of
 them takes, in brackets as a multiple of that bound. Recomputation is on, TFLOP/s count 6 FLOPs per parameter and
 token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies and dense training
-reach, not data sheets. The last row of each model has the part of the optimizer on the host that `"ratio": "auto"`
-chooses with {1 - FILLED:.0%} of the device's memory for activations. Nothing in these tables is measured.
+reach, not data sheets. The last rows of each model have the part of the optimizer on the host that `"ratio": "auto"`
+chooses with {1 - FILLED:.0%} of the device's memory for activations, updated by the CPU or by both
+(`"offload_update": "both"`). Nothing in these tables is measured.
 """
 _AT_BOUNDS = """\
 ### At each bound

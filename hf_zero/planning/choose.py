@@ -21,7 +21,6 @@ ALIKE = 1.05  # rates closer than this ratio are too close to distinguish
 _RATIO = ("zero_optimization", "offload_optimizer", "ratio")
 _RATIO_STEP = 0.05
 _LEAST_RATIO = 0.05  # less is as much as no offload
-_STREAMED = "yours: offloaded updates are timed as if the CPU ran them all, whatever hf_zero.offload_update says"
 _ROUNDED = "yours: ZeRO++'s quantized messages are counted in the bytes sent, but not in memory and time"
 
 
@@ -89,7 +88,6 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
     notes += [_of_experts(firsts)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
-    notes += [_STREAMED] if any(_streams_updates(each.config) for each in yours) else []
     estimates, chosen = choose(tried)
     return RankedPlans(model, hardware, training, tuple(estimates), chosen, reasons, tuple(notes), yours)
 
@@ -212,10 +210,6 @@ def given_estimates(
 def _rounds(config: dict[str, Any]) -> bool:
     zero = config.get("zero_optimization") or {}
     return any(zero.get(f"zero_quantized_{what}") for what in ("weights", "gradients"))
-
-
-def _streams_updates(config: dict[str, Any]) -> bool:
-    return bool((config.get("hf_zero") or {}).get("offload_update", "cpu") != "cpu")
 
 
 def choose(tried: Sequence[Sequence[Estimate]]) -> tuple[list[Estimate], Estimate | None]:

@@ -223,6 +223,7 @@ class Estimate:
             clips=self._waits_for_gradients,
             streams=zero.streaming is not None,
             overlaps_step=zero.overlap_step,
+            update=zero.offload_update,
             trained=model.num_trained / max(1, model.num_stored),
             micro_batches=training.accumulation,
             disk_optimizer=optimizer is not None and optimizer.device == "nvme",

@@ -28,6 +28,7 @@ from functools import cache
 from typing import Literal
 
 from hf_zero.config import Zero, resolve
+from hf_zero.layout.memory import STREAMED_NUMEL
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE, Use, plan_gathers
 
 LANES = {
@@ -121,6 +122,7 @@ class Setup:
     clips: bool = True  # updates wait for all gradients: for their norm, or to check that they are finite
     streams: bool = False  # hf_zero.streaming
     overlaps_step: bool = True  # hf_zero.overlap_step
+    update: Literal["cpu", "device", "both"] = "cpu"  # hf_zero.offload_update: what updates offloaded states
     trained: float = 1.0  # fraction of the parameters that is trained
     micro_batches: int = 1  # per step; they share its tokens
     disk_optimizer: bool = False  # offloaded states are on a drive
@@ -137,6 +139,20 @@ class Setup:
         """Whether updates on the host run beside the next forward, with the states shared by `ranks`."""
         gathers = self.offload_parameters or ranks > 1
         return self.overlaps_step and self.stage == 3 and self.offload_optimizer and not self.streams and gathers
+
+    def streamed(self, machine: Machine, units: Sequence[int]) -> set[int]:
+        """Those of offloaded units whose states stream through the device. Shares are chosen as the engine measures
+        them (`hf_zero/offload/update_speed.py`), and units as it assigns them, from the last one."""
+        if self.update == "cpu" or not self.offload_optimizer or self.streams:
+            return set()
+        by_cpu, by_device = machine.host_memory / UPDATE_BYTES, machine.host_link / _MEASURED_BYTES
+        share = by_device / (by_cpu + by_device) if self.update == "both" else 1.0
+        streamed: set[int] = set()
+        for number, unit in enumerate(reversed(units)):
+            on_cpu = number - len(streamed)
+            if share * (number + 1) - len(streamed) > (1 - share) * (number + 1) - on_cpu:
+                streamed.add(unit)
+        return streamed
 
     @property
     def updates_beside(self) -> bool:
@@ -201,6 +217,7 @@ UPDATE_BYTES = 28  # per parameter: masters and moments read and written, gradie
 # A split master (16 bits in addition to the weight's) moves 26 bytes, but needs more arithmetic: 1.6 to 2.1 times the
 # time on one core and two (bench/cpu_adam.py), less if many cores wait for memory.
 STREAMED_BYTES = 50
+_MEASURED_BYTES = 16  # per parameter that streams through the device, with an fp32 gradient: in one direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +234,9 @@ class _Seconds:
     gather_updated: float
     read: float
     states: float  # one read from the drive, or one write
+    stream: float  # states of a unit through the device: masters, moments and gradients in; weights instead, out
+    streamed_update: float
+    chunks: float  # in which they stream
     exchange: tuple[float, float]  # forward, backward
     message: float  # among the ranks that gather together
 
@@ -278,6 +298,9 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
         states=STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0,
+        stream=(STATE_BYTES + 2) * updated / machine.host_link,
+        streamed_update=UPDATE_BYTES * updated / machine.memory,
+        chunks=max(1.0, updated / STREAMED_NUMEL),
         exchange=(setup.exchange[0] / shape.units, setup.exchange[1] / shape.units),
         message=machine.message * (gathering - 1),
     )
@@ -308,6 +331,7 @@ class _Passes:
         self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
         self._written: dict[int, float] = {}  # unit -> when the device's update has written its weights to the host
         self._to_update: dict[int, float] = {}  # unit -> seconds of its deferred update
+        self._streamed: set[int] = set()  # those that the device updates
         self._gathered: dict[int, float] = {}  # unit -> when its updated weights are there
         self._updated = 0.0  # when the host, which queues all work, has ended its last update
         self._setup = setup
@@ -318,19 +342,24 @@ class _Passes:
                 self._ahead[len(self._ahead)] = 0.0  # gathered in the step before
         self.beside_update = list(self._ahead)
 
-    def defer(self, units: Sequence[int], seconds: float) -> None:
-        """Begin with units whose updates of the step before have been deferred, each with so many seconds."""
-        self._to_update = dict.fromkeys(units, seconds)
+    def defer(self, units: Sequence[int], seconds: float, streamed: set[int]) -> None:
+        """Begin with units whose updates of the step before have been deferred, each with so many seconds of the host,
+        except those that are `streamed` through the device."""
+        self._to_update, self._streamed = dict.fromkeys(units, seconds), streamed
 
     def _update(self, unit: int) -> float:
         """Run what is left of the last update up to this unit. Returns when its weights can be read."""
         ready = 0.0
         for each in [each for each in self._to_update if each <= unit]:
             read = self._step.do("disk", f"states {each}", self._one.states)
-            ready = self._updated = self._step.do("host", f"update {each}", self._to_update.pop(each), read)
+            seconds = self._to_update.pop(each)
+            if each in self._streamed:
+                ready = _stream(self._step, self._one, each, read)
+            else:
+                ready = self._updated = self._step.do("host", f"update {each}", seconds, read)
             self._step.do("disk", f"states {each} back", self._one.states, ready)
             self._step.do("host", f"kernels of {each}", self._queue)
-            if not self._setup.offload_parameters:
+            if not self._setup.offload_parameters and each not in self._streamed:
                 ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
         return ready
 
@@ -420,9 +449,10 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     update = one
     # The first units stay on the device.
     near = round(shape.units * (1 - setup.offload_ratio)) if setup.offload_optimizer else shape.units
+    streamed = setup.streamed(machine, units[near:])
     if setup.defers(min(setup.shard or lane, lane)):
         later = [unit for unit in units[near:] if unit not in passes.beside_update]
-        passes.defer(later, one.host_update * shape.units / max(1, shape.units - near))
+        passes.defer(later, one.host_update * shape.units / max(1, shape.units - near), streamed)
         if near:
             update = replace(one, host_update=0.0, update=one.update * shape.units / near)
     if setup.updates_beside:
@@ -430,7 +460,7 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         passes.update_beside(units[:near], update.update, one.leave)
     begins_with_update = setup.stage in (1, 2) and setup.clips  # stages 1 and 2 gather beside the next forward
     if begins_with_update:
-        passes.begin_beside(_update(step, update, setup, [(unit, 0.0) for unit in units], [], 0.0))
+        passes.begin_beside(_update(step, update, setup, [(unit, 0.0) for unit in units], [], 0.0, streamed))
     arrived: list[tuple[int, float]] = []
     for number in range(setup.micro_batches):
         reduces = setup.stage >= 2 or number == setup.micro_batches - 1
@@ -443,15 +473,31 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         return step
     passes.meet("update", arrived[-1][1])
     met = passes.now if machine.host_waits else 0.0
-    _update(step, update, setup, [each for each in arrived if each[0] not in later], passes.beside_update, met)
+    at_end = [each for each in arrived if each[0] not in later]
+    _update(step, update, setup, at_end, passes.beside_update, met, streamed)
     return step
 
 
+def _stream(step: Step, one: _Seconds, unit: int, *after: float) -> float:
+    """Stream the states of a unit through the device, chunk by chunk. Returns when its weights have been updated."""
+    arrived = step.do("in", f"states {unit}", one.stream, *after)
+    first = arrived - one.stream * (1 - 1 / one.chunks)
+    updated = step.do("update", f"update {unit}", one.streamed_update, first)
+    left = step.do("out", f"updated states {unit}", one.stream, first)
+    return max(updated, left, arrived + one.stream / one.chunks)
+
+
 def _update(
-    step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], first: list[int], met: float
+    step: Step,
+    one: _Seconds,
+    setup: Setup,
+    arrived: list[tuple[int, float]],
+    first: list[int],
+    met: float,
+    streamed: set[int],
 ) -> dict[int, float]:
     """Update one sub-group after another: first the units in `first`, which the next forward needs first, then the
-    others in the order of their gradients. Nothing starts before `met`.
+    others in the order of their gradients. Nothing starts before `met`. The device updates those that are `streamed`.
 
     Returns:
         When each unit's updated weights have been gathered.
@@ -465,11 +511,14 @@ def _update(
     ahead = _read_states(step, one, setup, next(reads))
     for unit, gradient in arrived:
         here, ahead = ahead, _read_states(step, one, setup, next(reads, None))
-        updated = step.do("host", f"update {unit}", one.host_update, gradient, norm, here)
-        updated = step.do("compute", f"update {unit}", one.update, updated)
+        if unit in streamed:
+            updated = _stream(step, one, unit, gradient, norm, here)
+        else:
+            updated = step.do("host", f"update {unit}", one.host_update, gradient, norm, here)
+            updated = step.do("compute", f"update {unit}", one.update, updated)
         if setup.disk_optimizer:
             step.do("disk", f"states {unit} back", one.states, updated)
-        if setup.offload_optimizer and not setup.offload_parameters:
+        if setup.offload_optimizer and not setup.offload_parameters and unit not in streamed:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
         gathered[unit] = step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
         if unit in first:

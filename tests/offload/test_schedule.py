@@ -146,7 +146,7 @@ def test_a_step_with_offload_is_hardly_longer_than_its_compute(
 
 @pytest.fixture
 def speeds_of_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = UpdateSpeed(cpu=FEW_CORES.host_memory / UPDATE_BYTES, device=FEW_CORES.host_link / 14)
+    speed = UpdateSpeed(cpu=FEW_CORES.host_memory / UPDATE_BYTES, device=FEW_CORES.host_link / 16)
     monkeypatch.setattr(update_speed, "measure", lambda *args, **options: speed)
 
 
@@ -162,8 +162,21 @@ def test_updates_by_both_gain_where_the_host_is_slow() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 def test_plan_predicts_the_schedule(machine: Machine, ratio: float) -> None:
     setup = Setup(3, offload_optimizer=bool(ratio), offload_parameters=True, offload_ratio=ratio or 1.0)
-    predicted = simulate(machine, LARGE, setup)
-    compute = sum(piece.end - piece.start for piece in predicted.pieces if piece.lane == "compute")
     assert step_over_compute(machine, LARGE, setup.tokens, with_states(ratio)) == pytest.approx(
-        predicted.seconds / compute, rel=0.05
+        predicted(machine, setup), rel=0.05
     )
+
+
+@pytest.mark.usefixtures("speeds_of_few_cores")
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+@pytest.mark.parametrize("by", ["device", "both"])
+def test_plan_predicts_the_schedule_of_states_that_stream_through_the_device(by: Any, tokens: int) -> None:
+    setup = Setup(3, offload_optimizer=True, offload_parameters=True, update=by, tokens=tokens)
+    assert step_over_compute(FEW_CORES, LARGE, tokens, with_states(1.0), by) == pytest.approx(
+        predicted(FEW_CORES, setup), rel=0.08
+    )
+
+
+def predicted(machine: Machine, setup: Setup) -> float:
+    step = simulate(machine, LARGE, setup)
+    return step.seconds / step.busy["compute"]
