@@ -64,6 +64,7 @@ class OffloadStates:
                 "offload_states(include=[lp_params]): reading a weight meanwhile would crash; at stage 3 "
                 'zero_optimization.offload_param {"device": "cpu"} keeps the shards in host memory all the time'
             )
+        self._optimizer.updater.stager.finish_update()  # it reads and writes what moves
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:
             self._reducer.give_up_room()
         known = {tensor.untyped_storage().data_ptr() for tensor, _ in self.away}

@@ -189,6 +189,12 @@ class Runtime:
         """Context that runs kernels of an update on their own lane, beside the next forward; as `gather_lane`."""
         return _NO_OTHER_LANE
 
+    def wait_for_updates(self) -> None:
+        """Make the lane that is current now wait for everything queued on the update lane so far."""
+        with self.update_lane(DONE):
+            ended = self.record()
+        self.wait(ended)
+
     # Events
 
     def here(self) -> AbstractContextManager[None]:

@@ -15,7 +15,6 @@ from hf_zero.comm import GatherBuffers, LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import DONE
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, RowLayout, lay_rows, stay_gathered
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, StoredSubGroup, sub_group
@@ -467,13 +466,7 @@ class ShardedParameters(ParameterStore):
             with runtime.update_lane(begun) if on_update_lane else rows.writing_beside(), around():
                 yield
 
-        def join() -> None:
-            rows.join()
-            if on_update_lane:
-                with runtime.update_lane(DONE):
-                    ended = runtime.record()
-                runtime.wait(ended)
-
+        join = runtime.wait_for_updates if on_update_lane else rows.join
         self.deferred.begin(updates, buckets, beside, join, is_beside=on_update_lane)
         for bucket, (unit, part) in enumerate(self._in_reduce_order):
             if bucket in buckets:

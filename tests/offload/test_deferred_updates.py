@@ -16,6 +16,7 @@ from hf_zero.api import run_words
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from hf_zero.config import resolve
+from hf_zero.device.runtime import Lane
 from hf_zero.offload import update_speed
 from hf_zero.offload.update_speed import UpdateSpeed
 from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, weights_of
@@ -207,6 +208,13 @@ READS: dict[str, Callable[[Any, Path], Any]] = {
     "state dict of the base optimizer": lambda engine, _: _states(engine.optimizer.optimizer.state_dict()["state"]),
     "16-bit model": lambda engine, folder: _saved(engine, folder),
 }
+# Those that read what is on the device, or move it.
+OF_DEVICE: dict[str, Callable[[Any], Any]] = {
+    "flat masters": lambda engine: engine.optimizer.fp32_partitioned_groups_flat,
+    "flat weights": lambda engine: engine.optimizer.fp16_partitioned_groups_flat,
+    "offloaded masters": lambda engine: engine.offload_states(include=["hp_params"]),
+    "offloaded states": lambda engine: engine.offload_states(include=["optim_states"]),
+}
 
 
 def _trained(engine: Any) -> list[Any]:
@@ -263,6 +271,24 @@ def test_whoever_reads_right_after_a_step_reads_what_it_has_updated(what: str, l
 
     deferred, expected = in_both_ways(body, {**ZERO, **SAVING})
     assert deferred and all(torch.equal(ours, theirs) for ours, theirs in zip(deferred, expected, strict=True))
+
+
+ON_DEVICE = {"offload_param": CPU}  # and so are the updates, of states that stay there
+
+
+@pytest.mark.parametrize("what", [*READS, *OF_DEVICE])
+def test_whoever_reads_right_after_a_step_waits_for_the_update_lane(what: str, late: Late, tmp_path: Path) -> None:
+    torch.manual_seed(1234)
+    run = replace(RUN, zero={**ON_DEVICE, **SAVING})
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=2)
+    assert not late.has_joined(Lane.UPDATE)
+    if what in READS:
+        READS[what](engine, tmp_path)
+    else:
+        OF_DEVICE[what](engine)
+    assert late.has_joined(Lane.UPDATE)
+    engine.destroy()
 
 
 def test_a_program_clips_masters_between_steps(late: Late) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.device.runtime import HOST_MEMORY, Runtime
+from hf_zero.device.runtime import HOST_MEMORY, Lane, Runtime
 from hf_zero.offload import update_speed
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
@@ -171,6 +171,17 @@ def place_gone_while_gradients_leave(runtime: Late) -> Any:
     return gradients.tolist()
 
 
+def read_right_after_its_update(runtime: Late) -> Any:
+    """A program reads masters on the device, whose update is queued on the update lane."""
+    run = Run(3, {"offload_param": CPU, **SHARDED})
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=1)
+    engine.optimizer.param_groups[0]["params"][0].tolist()
+    has_waited = runtime.has_joined(Lane.UPDATE)
+    engine.destroy()
+    return has_waited
+
+
 STORIES: tuple[Program, ...] = (
     fetched_for_nothing,
     gone_while_it_comes,
@@ -178,6 +189,7 @@ STORIES: tuple[Program, ...] = (
     read_again_while_it_leaves,
     gone_while_gradients_leave,
     place_gone_while_gradients_leave,
+    read_right_after_its_update,
 )
 
 

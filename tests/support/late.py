@@ -338,6 +338,10 @@ class Late(Runtime):
             _note(self.trace, "host", f"{_place(site)} waits")
             self._host_learns(event.clock)
 
+    def has_joined(self, lane: Lane) -> bool:
+        """Whether the compute stream has waited for everything that `lane` has recorded."""
+        return self._clocks[COMPUTE][lane.value] >= self._clocks[lane.value][lane.value]
+
     def has_passed(self, event: Event) -> bool:
         if not isinstance(event, LateEvent):
             return True

@@ -108,9 +108,11 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return groups
 
     def _masters(self) -> list[Tensor]:
+        self.updater.stager.finish_update()
         return [shard.master for shard in self.sub_groups]
 
     def _weights(self) -> list[Tensor]:
+        self.updater.stager.finish_update()
         return [shard.master if shard.lp_param is None else shard.lp_param for shard in self.sub_groups]
 
     @View
