@@ -410,16 +410,21 @@ class ShardedStep:
         gathered = Pending()
         if READERS:
             wait_for_readers()
-        with self._updating():
-            for bucket in self._in_turn(updates, now, beside) if deferred or uses_lane else updates:
-                del left[bucket]
-                gathered.wait()
-                gathered = self._store.all_gather_params(bucket)
-                if bucket in first:
+        try:
+            with self._updating():
+                for bucket in self._in_turn(updates, now, beside) if deferred or uses_lane else updates:
+                    del left[bucket]
                     gathered.wait()
-                    self._store.gather_beside_update(left.keys())
-            gathered.wait()
-            self._placements.check(self._collectives)
+                    gathered = self._store.all_gather_params(bucket)
+                    if bucket in first:
+                        gathered.wait()
+                        self._store.gather_beside_update(left.keys())
+                gathered.wait()
+                self._placements.check(self._collectives)
+        except BaseException:
+            if uses_lane:
+                self._runtime.wait_for_updates()  # a program may catch the error, and read what has been updated
+            raise
         if deferred or uses_lane:
             self._store.defer(updates, deferred, self._updating, on_update_lane=uses_lane)
         self._store.outdate(used)

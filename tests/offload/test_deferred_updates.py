@@ -291,6 +291,26 @@ def test_whoever_reads_right_after_a_step_waits_for_the_update_lane(what: str, l
     engine.destroy()
 
 
+def test_a_step_that_fails_waits_for_what_it_has_queued_on_the_update_lane(late: Late) -> None:
+    """A program may catch the error, and save the masters that were updated."""
+    run = replace(RUN, zero=ON_DEVICE)
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=2)
+    updater = engine.optimizer.updater
+    update, calls = updater.update_sub_group, itertools.count()
+
+    def fails_later(sub_group: Any, **options: Any) -> None:
+        if next(calls) == 2:
+            raise MemoryError("no room for the update")
+        update(sub_group, **options)
+
+    updater.update_sub_group = fails_later
+    with pytest.raises(MemoryError, match="no room for the update"):
+        train(engine, run, 0, 1, first=2, steps=1)
+    assert late.has_joined(Lane.UPDATE)
+    engine.destroy()
+
+
 def test_a_program_clips_masters_between_steps(late: Late) -> None:
     """It must clip what the step has updated, and not what the next forward will."""
 
