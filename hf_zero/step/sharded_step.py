@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives, ParallelGroups, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
@@ -437,8 +438,20 @@ class ShardedStep:
             else:
                 with self._runtime.update_lane():
                     next(updates)
-                    self._reducer.buckets[bucket].reduced.keep_until(self._runtime.record())
+                    self._keep_until(self._runtime.record(), bucket)
             yield bucket
+
+    def _keep_until(self, event: Event, bucket: int) -> None:
+        """Keep the memory that the device's update of a bucket uses from being reused before `event`: the step frees
+        gradients, and a program may free the engine."""
+        self._reducer.buckets[bucket].reduced.keep_until(event)
+        states = self._updater.optimizer.state
+        for sub_group in self._store.buckets[bucket].sub_groups:
+            self._runtime.keep_until(event, sub_group.master)
+            for tensor in sub_group.tensors:
+                for value in states.get(tensor.parameter, {}).values():
+                    if isinstance(value, Tensor):
+                        self._runtime.keep_until(event, value)
 
     def _updates(self, updated: Iterator[SubGroup], wanted: Sequence[SubGroup]) -> Iterator[int]:
         """Run an update; yields each bucket when the last of its sub-groups is done."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -309,6 +311,23 @@ def test_a_step_that_fails_waits_for_what_it_has_queued_on_the_update_lane(late:
         train(engine, run, 0, 1, first=2, steps=1)
     assert late.has_joined(Lane.UPDATE)
     engine.destroy()
+
+
+def test_what_the_update_lane_writes_outlives_its_engine(late: Late) -> None:
+    """Otherwise the compute stream would get memory that an update still writes to."""
+    run = replace(RUN, zero=ON_DEVICE)
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=2)
+    masters = [sub_group.master for sub_group in engine.optimizer.sub_groups]
+    moments = [state["exp_avg"] for state in engine.optimizer.optimizer.state.values()]
+    written = {tensor.untyped_storage().data_ptr() for tensor in (*masters, *moments)}
+    assert not late.has_joined(Lane.UPDATE)
+    del masters, moments
+    engine = weakref.ref(engine)
+    gc.collect()
+    assert engine() is None
+    assert written <= late.kept_addresses()
+    late.synchronize()
 
 
 def test_a_program_clips_masters_between_steps(late: Late) -> None:

@@ -342,6 +342,10 @@ class Late(Runtime):
         """Whether the compute stream has waited for everything that `lane` has recorded."""
         return self._clocks[COMPUTE][lane.value] >= self._clocks[lane.value][lane.value]
 
+    def kept_addresses(self) -> set[int]:
+        """Addresses of memory that is kept until an event, even if it is freed."""
+        return {tensor.untyped_storage().data_ptr() for _, tensor in self._kept}
+
     def has_passed(self, event: Event) -> bool:
         if not isinstance(event, LateEvent):
             return True
