@@ -228,7 +228,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
 
 
 def _offloaded_updates(assembly: Assembly) -> Iterator[str]:
-    """What updates offloaded states, for a model on an accelerator."""
+    """What updates, and when, if anything is offloaded from an accelerator."""
     placements = assembly.placements
     shares = {placement.streams: share for placement, share in placements.far}
     auto = assembly.step.auto_ratio
@@ -237,8 +237,8 @@ def _offloaded_updates(assembly: Assembly) -> Iterator[str]:
         yield text if auto.chosen is None else str(auto.chosen)
     if shares.get(True):
         yield f"updates of offloaded states on the device: {shares[True]:.0%} (hf_zero.offload_update)"
-    if assembly.step.defers:
-        yield "updates of offloaded states: beside the next forward (hf_zero.overlap_step)"
+    if assembly.step.ends_later:
+        yield "updates: beside the next forward (hf_zero.overlap_step)"
     if placements.update_threads is not None and shares.get(False):
         threads = count(placements.update_threads, "thread")
         yield f"updates in host memory: {threads} of this rank (hf_zero.offload_threads)"

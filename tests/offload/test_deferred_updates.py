@@ -285,6 +285,7 @@ def test_whoever_reads_right_after_a_step_waits_for_the_update_lane(what: str, l
     engine = engine_for(run, 1)
     train(engine, run, 0, 1, steps=2)
     assert not late.has_joined(Lane.UPDATE)
+    assert any("beside the next forward (hf_zero.overlap_step)" in line for line in run_words._lines(engine))
     if what in READS:
         READS[what](engine, tmp_path)
     else:
@@ -376,3 +377,10 @@ def test_where_the_setting_has_no_effect_it_says_so_once(stage: int, words: str)
     config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, **IN_STEP}
     said = [text for remark in resolve(config, world_size=1).remarks if "overlap_step" in (text := str(remark))]
     assert len(said) == 1 and words in said[0]
+
+
+def test_with_weights_on_the_host_the_setting_has_an_effect() -> None:
+    """The device's own update of its states runs beside the next forward then."""
+    zero = {"stage": 3, **ON_DEVICE}
+    config = {"train_batch_size": 1, "zero_optimization": zero, **IN_STEP}
+    assert not [remark for remark in resolve(config, world_size=1).remarks if "overlap_step" in str(remark)]

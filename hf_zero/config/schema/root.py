@@ -93,8 +93,8 @@ class HfZero(Tiling):
     )
     overlap_step: Flag = supported(
         True,
-        "At stage 3 with offloaded states on an accelerator: each unit is updated just before the next forward reads "
-        "it, while the device computes the units before it. Same values. false: everything is updated in step().",
+        "At stage 3 with offload on an accelerator: each unit is updated before the next forward reads it, while the "
+        "device computes the units before it. Same values. false: everything is updated in step().",
         stages=(3,),
     )
     decay_biases_and_norms: Flag = supported(
@@ -146,9 +146,17 @@ class HfZero(Tiling):
             ignored=True,
         ),
         Advice(
-            keys=("hf_zero.overlap_step", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"),
-            applies=lambda overlaps, stage, device: not overlaps and stage == 3 and device in (None, "none"),
-            text=_NOT_OFFLOADED,
+            keys=(
+                "hf_zero.overlap_step",
+                "zero_optimization.stage",
+                "zero_optimization.offload_optimizer.device",
+                "zero_optimization.offload_param.device",
+            ),
+            applies=lambda overlaps, stage, *devices: (
+                not overlaps and stage == 3 and all(device in (None, "none") for device in devices)
+            ),
+            text="no effect, because no states are offloaded (zero_optimization.offload_optimizer), and no weights "
+            "(zero_optimization.offload_param)",
             ignored=True,
         ),
     )

@@ -448,7 +448,7 @@ class ZeroPolicy:
     offload_param: OffloadParam | None = None
     offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
     offload_update: Literal["cpu", "device", "both"] = "cpu"  # what updates offloaded states
-    overlap_step: bool = True  # whether stage 3 may update offloaded states beside the next forward
+    overlap_step: bool = True  # whether stage 3 may update beside the next forward
     streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
     files: Aio
 
