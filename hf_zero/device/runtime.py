@@ -14,7 +14,7 @@ and overwriting too soon:
 
 - a copy in starts after `after`, when its buffer has been read for the last time; without `after`, after everything
   queued on the compute stream; and after `written`, when its source has arrived in host memory
-- a copy out starts after everything queued on the compute stream, because its source has just been computed
+- a copy out starts after everything queued on the lane that is current then, which has just computed its source
 - a gather starts when its row has been written and its buffer has been read for the last time; the compute stream waits
   for the gather before it reads the buffer
 - the source of a copy stays unchanged and allocated (`keep_until`) until the copy's event has passed
@@ -153,7 +153,7 @@ class Runtime:
         return self._copy_now("in", home, buffer)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        """Start copying `buffer` to `home` in host memory, after everything queued on the compute stream so far."""
+        """Start copying `buffer` to `home` in host memory, after everything queued on the current lane so far."""
         return self._copy_now("out", buffer, home)
 
     def _copy_now(self, lane: str, source: Tensor, target: Tensor) -> Event:

@@ -43,8 +43,8 @@ class DeferredUpdate:
         self._around: Context = nullcontext
         self._join: Callable[[], None] = lambda: None
         self._is_running = False
-        self._is_joined = True
-        self._holds = False
+        self._is_joined = True  # whether `finish` has made its lane wait for all parts
+        self._keeps_inputs = False  # whether the end of `updates`, which frees them, waits for `finish`
 
     @property
     def is_pending(self) -> bool:
@@ -57,19 +57,19 @@ class DeferredUpdate:
         around: Context,
         join: Callable[[], None],
         *,
-        is_beside: bool = False,
+        on_update_lane: bool = False,
     ) -> None:
         """Defer `updates`, which yields each of `buckets` when its last sub-group has been updated.
 
         Args:
             around: context of every part of the update, which may be on another lane of the device.
             join: makes the calling lane wait for the parts so far.
-            is_beside: whether the device runs a part of it on another lane. Everything that it reads, which `updates`
-                holds, is kept until `finish`.
+            on_update_lane: whether that lane of the device runs parts, also some before this call. What they read and
+                `updates` holds, such as learning rates, is kept until `finish`.
         """
         assert not self._left, "the previous update has been finished"
         self._updates, self._left, self._around, self._join = updates, set(buckets), around, join
-        self._is_joined, self._holds = not is_beside, is_beside
+        self._is_joined, self._keeps_inputs = not on_update_lane, on_update_lane
 
     def run_until(self, bucket: int) -> None:
         """Update everything up to this bucket, unless that is done. Called on the lane of the update."""
@@ -81,9 +81,9 @@ class DeferredUpdate:
         if not self._is_joined and not self._is_running:
             self._is_joined = True
             self._join()
-            if self._holds:
-                self._holds = False
-                next(self._updates, None)
+            if self._keeps_inputs:
+                self._keeps_inputs = False
+                next(self._updates, None)  # what comes after the last bucket
 
     def _run(self, is_wanted: Callable[[], bool]) -> None:
         if self._is_running or not is_wanted():  # the update itself reads masters and states
@@ -93,7 +93,7 @@ class DeferredUpdate:
             with torch.inference_mode(False), torch.no_grad(), self._around():
                 while is_wanted():
                     self._left.discard(next(self._updates))
-                if not self._left and not self._holds:
+                if not self._left and not self._keeps_inputs:
                     next(self._updates, None)  # what comes after the last bucket
         except BaseException:
             self._left.clear()  # nothing can continue it, as after an error in a step

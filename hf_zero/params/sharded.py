@@ -467,7 +467,7 @@ class ShardedParameters(ParameterStore):
                 yield
 
         join = runtime.wait_for_updates if on_update_lane else rows.join
-        self.deferred.begin(updates, buckets, beside, join, is_beside=on_update_lane)
+        self.deferred.begin(updates, buckets, beside, join, on_update_lane=on_update_lane)
         for bucket, (unit, part) in enumerate(self._in_reduce_order):
             if bucket in buckets:
                 part.own.update = partial(self.deferred.run_until, bucket)

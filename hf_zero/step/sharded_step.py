@@ -260,7 +260,7 @@ class ShardedStep:
         outside: changes of masters outside steps.
         outcome: of the last step, None before the first; the host may not have read it yet.
         auto_ratio: what has chosen `offload_optimizer.ratio`, or will; None: a number.
-        defers: whether updates may be deferred, see `DeferredUpdate`.
+        defers: whether updates may wait until their weights are read, see `DeferredUpdate`.
         ends_later: whether a part of an update may end after the step, deferred or on the update lane.
     """
 
@@ -413,6 +413,7 @@ class ShardedStep:
             wait_for_readers()
         try:
             with self._updating():
+                # If nothing is left for later, `updates` runs to its end.
                 for bucket in self._in_turn(updates, now, beside) if deferred or uses_lane else updates:
                     del left[bucket]
                     gathered.wait()
@@ -470,8 +471,8 @@ class ShardedStep:
             yield
 
     def _deferrable(self) -> set[int]:
-        """Buckets whose update may run beside the next forward. Only what is updated in or through host memory does:
-        the device's own update needs what forward needs, too."""
+        """Buckets whose update may wait until the next forward reads their weights: what is updated in or through host
+        memory. An update of what stays on the device has no copies to wait for, and is queued by the step."""
         if not self._overlaps:
             return set()
         far = (index for index, each in enumerate(self._store.buckets) if each.placement.departures is not None)
