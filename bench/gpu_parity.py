@@ -66,8 +66,11 @@ def cases(folder: str) -> Iterator[tuple[str, str, Config, Config]]:
         yield "stage 2, states that fit on the device", precision, fitting, {}
         partly = {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}
         yield "stage 3, half the states on the host", precision, partly, {}
-        streaming = {"stage": 3, "offload_param": CPU}
-        yield "streaming", precision, streaming, {"hf_zero": {"streaming": {"enabled": True}}}
+        weights = {"stage": 3, "offload_param": CPU}
+        # The device updates all of the states, or half, on its own stream beside the next forward.
+        yield "stage 3, weights on the host", precision, weights, {}
+        yield "stage 3, weights and half the states on the host", precision, {**weights, **partly}, {}
+        yield "streaming", precision, weights, {"hf_zero": {"streaming": {"enabled": True}}}
         yield "stage 3, everything persistent", precision, {"stage": 3, "stage3_param_persistence_threshold": 10**9}, {}
     unclipped = {"gradient_clipping": 0.0, "bf16": {"enabled": True, "check_grad_overflow": False}}
     free = {"hf_zero": {"streaming": {"enabled": True}}, **unclipped}
