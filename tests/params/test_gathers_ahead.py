@@ -341,7 +341,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_plan_is_named(place: tuple[str, int
 def test_a_rank_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
     """Its process is not visible, but other ranks that end because of it say so in the job's store."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of 3 failed first"):
-        with mock.patch("tests.support.ranks.SETTLE_S", 8.0):  # time for the survivors to report
+        with mock.patch("tests.support.ranks.REPORT_S", 8.0):  # time for the survivors to report
             run_ranks(run_until_one_dies, 3, str(tmp_path), ("backward", 3), True)
     for rank in {0, 1, 2} - {VICTIM}:
         last = (tmp_path / f"said-{rank}").read_text().splitlines()[-1]

@@ -30,7 +30,7 @@ from typing import Any
 from tests.support.fork_server import START_S, Child, fork_server
 from tests.support.ranks import free_port, redirect_output
 
-SETTLE_S = 2.0  # after the first failure, for the other ranks to report theirs
+REPORT_S = 2.0  # after the first failure, for the other ranks to report theirs
 LOG_CHARACTERS = 20_000
 NEVER = timedelta(hours=1)  # ranks wait for each other until they are killed, so that a deadlock is visible
 
@@ -162,7 +162,7 @@ class _Group:
                 except (EOFError, ConnectionResetError):
                     reports[rank] = RankReport(is_gone=True)
                 if reports[rank].result is None:
-                    deadline = min(deadline, time.monotonic() + SETTLE_S)
+                    deadline = min(deadline, time.monotonic() + REPORT_S)
         return reports
 
     def describe(self, reports: list[RankReport]) -> str:

@@ -44,7 +44,7 @@ OUR_MODULES = r"hf_zero(\.|$)"  # a pattern
 OURS = ("hf_zero.", "tests.support.")
 NOT_FOR_RANKS = ("tests.support.starting", "tests.support.test_")  # the first one is called for every audit event
 # Time to wait for other ranks' reports once one has failed, so that the earliest failure is shown.
-SETTLE_S = 0.3
+REPORT_S = 0.3
 RENDEZVOUS_VARIABLE = "TEST_RENDEZVOUS_URL"
 
 
@@ -196,7 +196,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[_Report]:
             number = pending.pop(pipe)
             reports.append(_receive(pipe, number))
             if reports[-1].failure is not None:
-                deadline = min(deadline, time.monotonic() + SETTLE_S)
+                deadline = min(deadline, time.monotonic() + REPORT_S)
     return reports
 
 
@@ -215,7 +215,7 @@ def _end(ranks: list[_Rank]) -> None:
     """Leaves no process behind: ranks that have reported exit by themselves, the others are killed."""
     for rank in ranks:
         rank.pipe.close()
-    patience = time.monotonic() + 5 * SETTLE_S
+    patience = time.monotonic() + 5 * REPORT_S
     for rank in ranks:
         rank.process.join(max(0.0, patience - time.monotonic()))
         if rank.process.is_alive():
