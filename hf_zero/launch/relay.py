@@ -19,7 +19,7 @@ from hf_zero.launch.children import Failure, Stream, find_mark, holds_mark, sign
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.ranks import Rank, Supervisor
 
-_GRACE_S = 10.0  # time for other nodes' ranks to notice a failure before they are ended
+_NOTICE_S = 10.0  # time for other nodes' ranks to notice a failure before they are ended
 
 
 class _MarkedStream(Stream):
@@ -65,7 +65,7 @@ class Relay(Supervisor):
     def _found(self, failure: Failure) -> None:
         if self.first is None:
             self.first = failure
-            self._end_at = time.monotonic() + _GRACE_S
+            self._end_at = time.monotonic() + _NOTICE_S
 
     def turn(self) -> None:
         super().turn()
