@@ -455,6 +455,10 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         passes.defer(later, one.host_update * shape.units / max(1, shape.units - near), streamed)
         if near:
             update = replace(one, host_update=0.0, update=one.update * shape.units / near)
+    elif streamed:  # the others share what does not stream
+        far, others = shape.units - near, max(1, shape.units - len(streamed))
+        on_host = one.host_update * shape.units * (far - len(streamed)) / far / others
+        update = replace(one, host_update=on_host, update=one.update * shape.units / others)
     if setup.updates_beside:
         later += units[:near]
         passes.update_beside(units[:near], update.update, one.leave)

@@ -119,6 +119,10 @@ def test_a_device_with_room_keeps_a_part_of_the_states() -> None:
     shape = Shape("model", 8e9, 32)
     seconds = [simulate(lone, shape, replace(other, offload_ratio=ratio)).busy["host"] for ratio in (1.0, 0.5)]
     assert seconds[1] == pytest.approx(seconds[0] / 2)
+    half = simulate(lone, shape, replace(other, update="both"))
+    streamed = sum(piece.what.startswith("states") for piece in half.pieces)
+    assert 0 < streamed < 16, "of the 16 units that are offloaded"
+    assert half.busy["host"] == pytest.approx(seconds[0] * (16 - streamed) / 32)
 
 
 def test_nothing_fits_is_said_once_with_what_is_nearest() -> None:
