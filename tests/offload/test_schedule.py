@@ -19,6 +19,7 @@ from hf_zero.layout.memory import STREAMED_NUMEL
 from hf_zero.offload import update_speed
 from hf_zero.offload.update_speed import UpdateSpeed
 from hf_zero.planning.event_model import UPDATE_BYTES, Machine, Setup, Shape, simulate
+from tests.support.models import at_backward
 from tests.support.timed_network import Link, TimedDevice, timed_world
 
 WIDTH = 32
@@ -48,23 +49,12 @@ class Layer(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         self.compute("forward", self.times.forward)
-        return _Backward.apply(self.linear(values).tanh(), self)  # type: ignore[no-any-return,no-untyped-call]
+        # Recomputation included.
+        return at_backward(self.linear(values).tanh(), lambda: self.compute("backward", 3 * self.times.forward))
 
     def compute(self, what: str, seconds: float) -> None:
         self.device.on_host(f"kernels of {what} {self.number}", self.times.queue)
         self.device.compute(f"{what} {self.number}", seconds)
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, layer: Layer) -> Tensor:
-        ctx.layer = layer
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.compute("backward", 3 * ctx.layer.times.forward)  # recomputation included
-        return gradient, None
 
 
 class Model(nn.Sequential):

@@ -29,6 +29,7 @@ from hf_zero.comm import known_groups, ledger
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.device.runtime import HOST
+from tests.support.models import at_backward
 from tests.support.ranks import RankFailure, run_ranks
 
 WIDTH = 8
@@ -45,19 +46,7 @@ class Block(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         self.say(("forward", self.number))
-        return _Noted.apply(self.linear(values)[:, :WIDTH].tanh(), self)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.block.say(("backward", ctx.block.number))
-        return gradient, None
+        return at_backward(self.linear(values)[:, :WIDTH].tanh(), lambda: self.say(("backward", self.number)))
 
 
 class Model(nn.Module):

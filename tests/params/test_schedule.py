@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.device.runtime import Lane
+from tests.support.models import at_backward
 from tests.support.timed_network import REDUCE, Link, Piece, TimedDevice, timed_world
 
 WIDTH, BLOCKS, RANKS = 64, 24, 8
@@ -36,19 +37,8 @@ class Block(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         self.device.compute(f"forward {self.number}", COMPUTE / 3 / BLOCKS)
-        return _Backward.apply(self.linear(values).tanh(), self)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.block.device.compute(f"backward {ctx.block.number}", 2 * COMPUTE / 3 / BLOCKS)
-        return gradient, None
+        of_backward = f"backward {self.number}", 2 * COMPUTE / 3 / BLOCKS
+        return at_backward(self.linear(values).tanh(), lambda: self.device.compute(*of_backward))
 
 
 class Model(nn.Module):

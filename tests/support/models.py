@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,3 +118,20 @@ class Samples(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         return self.rows[index]
+
+
+def at_backward(values: Tensor, act: Callable[[], object]) -> Tensor:
+    """`values`; in their backward, `act` is called."""
+    return _AtBackward.apply(values, act)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _AtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, act: Callable[[], object]) -> Tensor:
+        ctx.act = act
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return gradient, None
