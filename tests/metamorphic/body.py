@@ -13,7 +13,16 @@ import hf_zero
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.sequence.batches import part_of
-from tests.metamorphic.model import Batch, build_model, ds_config, evaluated, share, stack, update_samples
+from tests.metamorphic.model import (
+    Batch,
+    build_model,
+    ds_config,
+    evaluated,
+    sequence_part,
+    share,
+    stack,
+    update_samples,
+)
 from tests.metamorphic.spec import Segment, Shape
 
 CHECKPOINTS, UNUSED = "checkpoints", "unused"
@@ -101,7 +110,7 @@ class _Engine:
     def _loss(self, batch: Batch) -> Tensor:
         if self.shape.sequence == 1:
             return loss_of(self.engine(**batch))
-        part = part_of(batch, self.rank % self.shape.sequence, self.shape.sequence)
+        part = part_of(batch, sequence_part(self.shape, self.rank), self.shape.sequence)
         # As in the example of accelerate's page on sequence parallelism.
         loss = self.engine(**part, labels=part["shift_labels"]).loss
         import torch.distributed.nn.functional as differentiable
@@ -116,7 +125,7 @@ class _Engine:
         self.engine.eval()
         batch = stack(evaluated(self.task))
         if self.shape.sequence > 1:
-            batch = part_of(batch, self.rank % self.shape.sequence, self.shape.sequence)
+            batch = part_of(batch, sequence_part(self.shape, self.rank), self.shape.sequence)
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels", "y")}
         with torch.no_grad():
             output = self.engine(**inputs)

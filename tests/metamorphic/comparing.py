@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tests.metamorphic.body import RankResult
-from tests.metamorphic.model import build_model
+from tests.metamorphic.model import build_model, sequence_part
 from tests.metamorphic.spec import Job, Run, Shape, Task
 
 
@@ -83,14 +83,16 @@ def together(job: Job, parts: Sequence[tuple[Shape, Sequence[RankResult]]]) -> R
         norms += ranks[0].norms
     shape, ranks = parts[-1]
     cuts = shape.sequence if job.task.driver == "engine" else 1  # into which each sequence's logits are divided
+    holders = [part * shape.tensor for part in range(cuts)]  # the first rank that holds each part
     for rank, one in enumerate(ranks):
-        first = ranks[rank % cuts]
+        holder = holders[sequence_part(shape, rank) if cuts > 1 else 0]
+        first = ranks[holder]
         for name, value in one.weights.items():
             if not torch.equal(value, ranks[0].weights[name]):
                 return f"rank {rank} has other values of {name} than rank 0"
         if not torch.equal(one.logits, first.logits) or not torch.equal(one.labels, first.labels):
-            return f"rank {rank} has evaluated otherwise than rank {rank % cuts}"
-    logits = torch.cat([one.logits for one in ranks[:cuts]], dim=1) if cuts > 1 else ranks[0].logits
+            return f"rank {rank} has evaluated otherwise than rank {holder}"
+    logits = ranks[0].logits if cuts == 1 else torch.cat([ranks[holder].logits for holder in holders], dim=1)
     return RunResult(tuple(losses), tuple(norms), ranks[0].weights, logits, ranks[0].labels)
 
 

@@ -287,5 +287,10 @@ def share(shape: Shape, rank: int, micro: int, rows: list[Batch]) -> list[Batch]
     return rows[start : start + shape.micro_batch]
 
 
+def sequence_part(shape: Shape, rank: int) -> int:
+    """Which part of its sequences a rank holds: ranks that hold parts of the same matrices hold the same one."""
+    return rank // shape.tensor % shape.sequence
+
+
 def update_samples(task: Task, update: int) -> list[Batch]:
     return samples(task, ROWS, update * ROWS)

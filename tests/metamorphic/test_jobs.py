@@ -19,6 +19,7 @@ from tests.metamorphic.body import RankResult, run_segment
 from tests.metamorphic.campaign import main
 from tests.metamorphic.comparing import EXACT, RunResult, difference, together, tolerance
 from tests.metamorphic.jobs import features, problem, random_job
+from tests.metamorphic.model import sequence_part
 from tests.metamorphic.run import JobRunner
 from tests.metamorphic.script import describe, script_of
 from tests.metamorphic.shrink import shrink
@@ -225,3 +226,9 @@ def test_every_shape_sees_all_samples_of_an_update() -> None:
         ]
         assert dealt == [id(row) for row in rows]
     assert torch.equal(rows[0]["x"], update_samples(task, 1)[0]["x"])
+
+
+def test_ranks_with_parts_of_the_same_matrices_hold_the_same_part_of_a_sequence() -> None:
+    """Jobs with both gave each of them another part, which the engine refuses."""
+    shape = Shape(world=8, stage=0, tensor=2, sequence=2)
+    assert [sequence_part(shape, rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
